@@ -1,0 +1,39 @@
+PY ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint bench docs clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+# Versions come from requirements/tested.txt; torch first, so that nothing else chooses its build.
+.venv/.ready: pyproject.toml requirements/tested.txt
+	$(PY) -m venv .venv
+	$(BIN)/pip install --quiet --constraint requirements/tested.txt torch torchvision
+	$(BIN)/pip install --quiet --constraint requirements/tested.txt --editable ".[dev]"
+	touch $@
+
+setup: .venv/.ready ## Create .venv with the tested versions
+
+demo: .venv/.ready ## A run that cannot fit is refused, mended and trained (CPU, under 3 minutes)
+	$(BIN)/python examples/demo.py
+
+test: .venv/.ready ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: .venv/.ready ## Check format, style, types and layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.ready ## Print accuracy and speed beside peers, with machine and versions
+	$(BIN)/python benchmarks/cpu_accuracy.py
+	$(BIN)/python benchmarks/trace_speed.py
+
+docs: .venv/.ready ## Build the documentation into site/
+	$(BIN)/pip install --quiet --constraint requirements/tested.txt --editable ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+clean: ## Remove the environment and everything built
+	rm -rf .venv site dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,162 @@
+"""Operators whose Python result or output shape depends on tensor contents.
+
+Each handler gets ``(recorder, func, args, kwargs)`` with every tensor on meta and returns the operator's
+result, or ``NotImplemented`` to let the ordinary meta kernel run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_memprec._errors import DataDependentError
+from lightning_memprec.memory._location import user_location
+
+if TYPE_CHECKING:
+    from lightning_memprec.memory.trace import Recorder
+
+__all__ = ["HANDLERS", "HOST_ARGUMENTS"]
+
+Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Operators that take a host tensor on purpose.
+HOST_ARGUMENTS = frozenset({"_to_copy", "_pack_padded_sequence", "copy_", "_cudnn_rnn", "_cudnn_rnn_backward"})
+
+
+def _require(recorder: Recorder, tensor: Tensor, func: Any) -> Tensor:
+    value = recorder.known.value(tensor)
+    if value is None:
+        location = user_location()
+        raise DataDependentError(
+            f"`{func._opname}` makes a shape from values that depend on weights or on data"
+            f"{f', at {location}' if location else ''}. A trace has shapes but no values. "
+            "Guard that line, or estimate with the closed form or a real probe.",
+            location,
+        )
+    return value
+
+
+def _item(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recorder.scalar(args[0])
+
+
+def _equal(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return torch.equal(*(_require(recorder, tensor, func) for tensor in args[:2]))
+
+
+def _all_known(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the output's shape from a real run on known contents."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            _require(recorder, arg, func)
+    real = recorder.run_real(func, args, kwargs)
+    if isinstance(real, Tensor):
+        return recorder.meta_twin(real)
+    return type(real)(recorder.meta_twin(t) for t in real)
+
+
+def _index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Turn boolean masks into the index tensors that they stand for."""
+    indices = args[1]
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    expanded: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            value = _require(recorder, index, func)
+            expanded.extend(recorder.meta_twin(i) for i in value.nonzero(as_tuple=True))
+        else:
+            expanded.append(index)
+    out = func(args[0], expanded)
+    known = recorder.known.value(args[0])
+    if known is not None:
+        real = func(known, [None if i is None else recorder.known.value(i) for i in expanded])
+        recorder.known.remember(out, real)
+    return out
+
+
+def _masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    count = int(_require(recorder, args[1], func).expand(shape).sum())
+    return args[0].new_empty(count)
+
+
+def _pack_padded_sequence(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    data, lengths, batch_first = args
+    lengths = _require(recorder, lengths, func).cpu()
+    steps = int(lengths.max())
+    batch_sizes = torch.stack([(lengths > step).sum() for step in range(steps)])
+    packed = data.new_empty((int(lengths.sum()), *data.shape[2:]))
+    return packed, batch_sizes
+
+
+def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies between host and device: contents travel along, host copies are not counted."""
+    device = kwargs.get("device")
+    source = args[0]
+    if source.is_meta and (device is None or torch.device(device).type == "meta"):
+        return NotImplemented
+    if source.is_meta:  # device to host
+        value = recorder.known.value(source)
+        rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking")}
+        if value is not None:
+            return func(value, **rest, device="cpu")
+        return recorder.exclude(func(source, **rest))
+    meta = func(source, **kwargs)
+    rest = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory")}
+    if source.device.type == "cpu" and source.layout is torch.strided:
+        same = rest.get("dtype") in (None, source.dtype) and rest.get("memory_format") is None
+        recorder.register(meta)
+        recorder.known.remember(meta, source if same else func(source, **rest), borrow=same)
+    return meta
+
+
+def _copy_(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not target.is_meta:
+        value = recorder.known.value(source)
+        return target if value is None else func(target, value)
+    value = recorder.known.value(source) if source.layout is torch.strided else None
+    covers_all = target.is_contiguous() and target.untyped_storage().nbytes() == target.numel() * target.element_size()
+    if value is not None and covers_all and target.numel() <= 2**21:
+        recorder.known.remember(target, value.to(target.dtype).expand(target.shape).contiguous().clone())
+    elif value is not None and target in recorder.known:
+        recorder.known.own(target)
+        real_target = recorder.known.value(target)
+        assert real_target is not None
+        real_target.copy_(value)
+    else:
+        recorder.known.forget(target)
+    return target
+
+
+def _batch_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # The schema does not say so, but training writes the running statistics.
+    for tensor in args[3:5]:
+        if tensor is not None:
+            recorder.known.forget(tensor)
+    return NotImplemented
+
+
+HANDLERS: dict[str, Handler] = {
+    "aten::_local_scalar_dense": _item,
+    "aten::equal": _equal,
+    "aten::nonzero": _all_known,
+    "aten::_unique2": _all_known,
+    "aten::_unique": _all_known,
+    "aten::unique_dim": _all_known,
+    "aten::unique_consecutive": _all_known,
+    "aten::unique_dim_consecutive": _all_known,
+    "aten::bincount": _all_known,
+    "aten::repeat_interleave": _all_known,
+    "aten::index": _index,
+    "aten::masked_select": _masked_select,
+    "aten::_pack_padded_sequence": _pack_padded_sequence,
+    "aten::_to_copy": _to_copy,
+    "aten::copy_": _copy_,
+    "aten::native_batch_norm": _batch_norm,
+    "aten::cudnn_batch_norm": _batch_norm,
+}

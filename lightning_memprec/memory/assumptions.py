@@ -1,0 +1,69 @@
+"""What an estimate assumes, in words, with the bytes that each assumption adds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_memprec.memory.result import Assumption
+
+if TYPE_CHECKING:
+    from lightning_memprec.memory.analysis import Analysis
+    from lightning_memprec.memory.devices import DeviceSpec
+    from lightning_memprec.memory.loop import TrainingLoop
+    from lightning_memprec.memory.plan import TrainingPlan
+    from lightning_memprec.memory.precision import PrecisionPolicy
+
+__all__ = ["collect"]
+
+
+def collect(
+    plan: TrainingPlan,
+    policy: PrecisionPolicy,
+    spec: DeviceSpec | None,
+    loop: TrainingLoop,
+    analysis: Analysis,
+) -> tuple[int, tuple[Assumption, ...]]:
+    """Return the bytes outside the allocator and the list of assumptions.
+
+    Args:
+        plan: The run.
+        policy: Its precision.
+        spec: The device, or ``None`` for a generic one.
+        loop: The loop that was traced.
+        analysis: What the trace showed.
+    """
+    notes = [
+        Assumption(
+            "traced_batch",
+            "Every step needs what the traced batch needs: give the largest batch of the run.",
+            "traced",
+        )
+    ]
+    outside_bytes = 0
+    if plan.device != "cpu":
+        if spec is not None:
+            outside_bytes = spec.context_bytes
+            notes.append(
+                Assumption(
+                    "device_context",
+                    f"CUDA context and kernels of a {spec.name}; modelled by generation, differs by driver and build.",
+                    spec.source,
+                    outside_bytes,
+                )
+            )
+        notes.append(
+            Assumption(
+                "allocator_reserve",
+                "Reserved memory is taken to equal allocated memory: segments and fragmentation are not modelled.",
+                "c10/cuda/CUDACachingAllocator.cpp",
+            )
+        )
+        notes.append(
+            Assumption(
+                "library_workspaces",
+                "Workspaces of cuBLAS and cuDNN and temporaries inside kernels are not modelled.",
+                "aten/src/ATen/cuda/CUDABlas.cpp",
+            )
+        )
+    notes.extend(loop.notes)
+    return outside_bytes, tuple(notes)

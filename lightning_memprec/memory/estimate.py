@@ -1,0 +1,250 @@
+"""``estimate_memory``: what one device needs for a training run, without the device."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memprec._errors import MemPrecError, TraceError
+from lightning_memprec.memory import assumptions as _assumptions
+from lightning_memprec.memory._location import error_location
+from lightning_memprec.memory.analysis import analyse
+from lightning_memprec.memory.autocast import AutocastEmulation
+from lightning_memprec.memory.cpu_semantics import cpu_kernel_allocations, cpu_kernels
+from lightning_memprec.memory.cuda_semantics import cuda_kernels, cuda_optimizer_defaults
+from lightning_memprec.memory.devices import DeviceSpec, find_device
+from lightning_memprec.memory.interpose import Interposer
+from lightning_memprec.memory.loop import TrainingLoop
+from lightning_memprec.memory.meta_copy import meta_copy, move_to_meta
+from lightning_memprec.memory.modules import track_modules
+from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.precision import PrecisionPolicy, resolve_precision
+from lightning_memprec.memory.redirect import DeviceRedirect, no_device_calls
+from lightning_memprec.memory.result import MemoryEstimate
+from lightning_memprec.memory.trace import Recorder
+
+__all__ = ["estimate_memory", "estimate_plan"]
+
+# Smallest block of the CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+_CUDA_BLOCK_BYTES = 512
+_SEMANTICS = Interposer("AutocastIPU")
+_DEFAULT_COMPUTE_CAPABILITY = (8, 0)
+
+
+def estimate_memory(
+    module: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    precision: str = "32-true",
+    device: str = "cuda",
+    strategy: str = "auto",
+    num_devices: int = 1,
+    num_nodes: int = 1,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str = "norm",
+    steps: int = 2,
+) -> MemoryEstimate:
+    """Estimate what one device needs for a training run, by tracing the run without storage.
+
+    The module's own ``training_step``, backward pass and optimizer run in the order of Lightning's loop on
+    tensors that have shapes but no contents. The module, its random state and its hooks stay untouched.
+
+    Args:
+        module: Module, LightningModule, or a zero-argument callable that builds one. A callable is built
+            without storage, so that a model of any size can be estimated on a laptop.
+        batch: One training batch: a tree of real or ``meta`` tensors, or a zero-argument callable that
+            returns one. Give the largest batch of the run.
+        optimizer: Callable from parameters to an optimizer. Default: the module's ``configure_optimizers``;
+            without one, no optimizer runs.
+        loss: Callable ``(module, batch) -> scalar tensor``. Default: ``training_step``; without one, the
+            output's ``.loss``, else the sum of its floating tensors. A mapping is passed to the module as
+            keywords, a sequence as positional arguments.
+        precision: Lightning's name, or ``"bf16-master"``/``"16-master"``.
+        device: ``"cuda"``, a name from the catalogue such as ``"A100-80GB"``, or ``"cpu"``.
+        strategy: Lightning's name of the strategy. Sharding is not modelled yet.
+        num_devices: Devices per node.
+        num_nodes: Number of nodes.
+        accumulate_grad_batches: Micro-batches per optimizer step.
+        gradient_clip_val: Threshold of gradient clipping.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        steps: Optimizer steps to trace. Two show optimizer states beside activations.
+
+    Returns:
+        The estimate; sizes in bytes.
+
+    Raises:
+        TraceError: If the step cannot be traced; the message says why and what to do.
+        DataDependentError: If the step reads values that only real weights or data could give.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> from lightning_memprec import estimate_memory
+        >>> estimate = estimate_memory(
+        ...     lambda: torch.nn.Linear(1024, 1024),
+        ...     torch.empty(8, 1024),
+        ...     optimizer=torch.optim.Adam,
+        ...     device="cpu",
+        ... )
+        >>> estimate.breakdown.parameters_bytes == 4 * (1024 * 1024 + 1024)
+        True
+    """
+    return estimate_plan(
+        TrainingPlan(
+            module=module,
+            batch=batch,
+            optimizer=optimizer,
+            loss=loss,
+            precision=precision,
+            device=device,
+            strategy=strategy,
+            num_devices=num_devices,
+            num_nodes=num_nodes,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            steps=steps,
+        )
+    )
+
+
+def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
+    """Estimate a :class:`~lightning_memprec.memory.plan.TrainingPlan`; see :func:`estimate_memory`."""
+    policy = resolve_precision(plan.precision)
+    _check(plan)
+    spec = None if plan.device in ("cpu", "cuda") else find_device(plan.device)
+    with _reported_faults(), _untouched_state():
+        recorder, module, loop_notes = _trace(plan, policy, spec)
+    on_cpu = plan.device == "cpu"
+    analysis = analyse(
+        recorder.events,
+        granularity_bytes=1 if on_cpu else _CUDA_BLOCK_BYTES,
+        module_types={name: type(child).__name__ for name, child in module.named_modules()},
+    )
+    parameters = list(module.parameters())
+    outside_bytes, notes = _assumptions.collect(plan, policy, spec, loop_notes, analysis)
+    return MemoryEstimate(
+        peak_allocated_bytes=analysis.peak_bytes,
+        peak_reserved_bytes=analysis.peak_bytes,
+        outside_allocator_bytes=outside_bytes,
+        breakdown=analysis.breakdown,
+        peak_phase=analysis.peak_phase,
+        phases=analysis.phases,
+        by_module=analysis.by_module,
+        timeline=analysis.timeline,
+        assumptions=notes,
+        device=plan.device if spec is None else spec.name,
+        precision=policy.name,
+        steps=plan.steps,
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        total_parameters=sum(p.numel() for p in parameters),
+        events=recorder.events,
+    )
+
+
+def _check(plan: TrainingPlan) -> None:
+    for name in ("steps", "accumulate_grad_batches", "num_devices", "num_nodes"):
+        value = getattr(plan, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+    if plan.gradient_clip_algorithm not in ("norm", "value"):
+        raise ValueError(f"`gradient_clip_algorithm` must be 'norm' or 'value', got {plan.gradient_clip_algorithm!r}.")
+    if not isinstance(plan.module, nn.Module) and not callable(plan.module):
+        raise TypeError(f"`module` must be an `nn.Module` or build one, got a `{type(plan.module).__name__}`.")
+
+
+def _trace(plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None) -> tuple[Recorder, nn.Module, Any]:
+    on_cpu = plan.device == "cpu"
+    recorder = Recorder(kernel_allocations=cpu_kernel_allocations if on_cpu else None)
+    redirect = DeviceRedirect("cpu" if on_cpu else "cuda", recorder.known)
+    autocast = AutocastEmulation("cpu" if on_cpu else "cuda")
+    capability = spec.compute_capability if spec is not None else _DEFAULT_COMPUTE_CAPABILITY
+    _SEMANTICS.use(cpu_kernels() if on_cpu else cuda_kernels(capability))
+    with ExitStack() as stack:
+        if not on_cpu:
+            stack.enter_context(cuda_optimizer_defaults())
+        stack.enter_context(no_device_calls())
+        stack.enter_context(autocast)
+        stack.enter_context(_SEMANTICS.active())
+        stack.enter_context(redirect)
+        stack.enter_context(recorder)
+        module = _prepared_copy(plan, policy, recorder)
+        recorder.restart()
+        for name, parameter in module.named_parameters():
+            recorder.mark(parameter, "parameters", name)
+        for name, buffer in module.named_buffers():
+            recorder.mark(buffer, "buffers", name)
+        loop = TrainingLoop(plan, module, recorder, policy, autocast, redirect.device)
+        loop.attach()
+        with track_modules(module, recorder) as names:
+            recorder.events.modules = names
+            loop.configure()
+            loop.run()
+    return recorder, module, loop
+
+
+def _prepared_copy(plan: TrainingPlan, policy: PrecisionPolicy, recorder: Recorder) -> nn.Module:
+    if isinstance(plan.module, nn.Module):
+        module = meta_copy(plan.module, recorder.meta_twin, plan.shared)
+    else:
+        with torch.device("meta"):
+            module = plan.module()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`module` must build an `nn.Module`, but returned a `{type(module).__name__}`.")
+        if any(not p.is_meta for p in module.parameters()):
+            module = meta_copy(module, recorder.meta_twin, plan.shared)
+    if plan.prepare is not None:
+        plan.prepare(module)
+        move_to_meta(module, recorder.meta_twin)
+    if policy.parameter_dtype is not None:
+        module.to(policy.parameter_dtype)
+    return module
+
+
+@contextmanager
+def _reported_faults() -> Iterator[None]:
+    """Turn whatever user code raises inside a trace into one error that says where."""
+    try:
+        yield
+    except MemPrecError:
+        raise
+    except Exception as error:
+        location = error_location(error)
+        raise TraceError(
+            f"The training step could not be traced because it raised {type(error).__name__}"
+            f"{f' at {location}' if location else ''}: {error} "
+            "If the step runs on real tensors, estimate with the closed form or a real probe."
+        ) from error
+
+
+@contextmanager
+def _untouched_state() -> Iterator[None]:
+    """Keep random generators and the garbage collector as they were, whatever the trace does."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
+    collecting = gc.isenabled()
+    # A collection in mid-trace would move deaths of cyclic garbage about and make two traces differ.
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The real run gives the user's own warnings, once.
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy:
+            numpy.random.set_state(states[2])

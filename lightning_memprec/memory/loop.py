@@ -1,0 +1,385 @@
+"""One training step after another, in the order of Lightning's loop, on a module without storage.
+
+Order of Lightning 2.6 (``loops/training_epoch_loop.py``, ``loops/optimization/automatic.py``)::
+
+    batch to device → optimizer.step(closure), where closure is
+        training_step → loss / accumulation → zero_grad (first micro-batch) → backward
+    → unscale → on_before_optimizer_step → clip → update
+
+so that the gradients of one step live through the next forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memprec._errors import TraceError
+from lightning_memprec.memory.autocast import AutocastEmulation
+from lightning_memprec.memory.master import MasterWeights
+from lightning_memprec.memory.optimizers import configured_optimizers, state_tensors, steppable
+from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.precision import PrecisionPolicy
+from lightning_memprec.memory.result import Assumption
+from lightning_memprec.memory.stand_in import trainer_stand_in
+from lightning_memprec.memory.trace import Recorder
+
+__all__ = ["TrainingLoop", "map_tensors"]
+
+# Parameters and gradients keep their names for what belongs to them.
+_FIXED = ("parameters", "buffers", "gradients")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply a function to every tensor in a tree of dictionaries, sequences and dataclasses."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        items = {key: map_tensors(function, value) for key, value in tree.items()}
+        if type(tree) is dict:
+            return items
+        try:
+            return type(tree)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return items
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return replace(tree, **{f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree) if f.init})
+    return tree
+
+
+class _TracedOptimizer:
+    """What ``self.optimizers()`` gives under manual optimization: the optimizer, its step recorded."""
+
+    def __init__(self, optimizer: Optimizer, loop: TrainingLoop) -> None:
+        self.optimizer = optimizer
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return self._loop.step_optimizer(self.optimizer, closure)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        module = self._loop.module
+        module.toggle_optimizer(self)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            module.untoggle_optimizer(self)  # type: ignore[operator]
+
+
+class TrainingLoop:
+    """Runs the steps of a plan on a copy of its module.
+
+    Args:
+        plan: The run.
+        module: Copy of the module on ``meta``, already in its precision.
+        recorder: Records what the steps allocate.
+        policy: Precision of the run.
+        autocast: Autocast of the estimated device.
+        device: Device that user code believes in.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        module: nn.Module,
+        recorder: Recorder,
+        policy: PrecisionPolicy,
+        autocast: AutocastEmulation,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.module = module
+        self.recorder = recorder
+        self.policy = policy
+        self.autocast = autocast
+        self.device = device
+        self.step = 0
+        self.optimizers: list[Optimizer] = []
+        self.masters: MasterWeights | None = None
+        self.names = {id(p): name for name, p in module.named_parameters()}
+        self.is_lightning = plan.loss is None and hasattr(module, "training_step")
+        self.automatic = bool(getattr(module, "automatic_optimization", True)) or not self.is_lightning
+        self.notes: list[Assumption] = []
+        self._logged: dict[str, Tensor] = {}
+
+    # -- setup ----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Give the copy the Trainer and the methods that a Trainer gives a module."""
+        module = self.module
+        if not hasattr(module, "training_step"):
+            return
+        module._trainer = self.plan.trainer if self.plan.trainer is not None else trainer_stand_in(self.plan)  # type: ignore[assignment]
+        module._device = self.device  # type: ignore[assignment]
+        replaced: dict[str, Any] = {
+            "log": self._log,
+            "log_dict": lambda values, *args, **kwargs: [self._log(k, v) for k, v in values.items()],
+            "print": lambda *args, **kwargs: None,
+            "optimizers": self._get_optimizers,
+            "lr_schedulers": lambda: None,
+            "manual_backward": lambda loss, *args, **kwargs: self.backward(loss, *args, **kwargs),
+            "clip_gradients": self._clip_gradients,
+        }
+        vars(module).update(replaced)
+
+    def configure(self) -> None:
+        """Build the optimizers, as Lightning does after the module was moved to its device."""
+        plan, module = self.plan, self.module
+        if plan.optimizer is not None:
+            self.optimizers = configured_optimizers(plan.optimizer([p for p in module.parameters() if p.requires_grad]))
+        elif hasattr(module, "configure_optimizers"):
+            self.optimizers = configured_optimizers(module.configure_optimizers())  # type: ignore[operator]
+        if plan.adapt_optimizer is not None:
+            self.optimizers = [plan.adapt_optimizer(optimizer) for optimizer in self.optimizers]
+        if hasattr(module, "training_step") and hasattr(module._trainer, "optimizers"):
+            module._trainer.optimizers = list(self.optimizers)  # type: ignore[union-attr]
+        if self.policy.master_weights:
+            self.masters = MasterWeights(self.optimizers, self.recorder, self.names)
+        self._mark_states()
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor):
+            self._logged[name] = value.detach().clone()
+
+    def _get_optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        wrapped = [_TracedOptimizer(o, self) if use_pl_optimizer else o for o in self.optimizers]
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run all steps of the plan."""
+        for self.step in range(self.plan.steps):
+            for micro_batch in range(self.plan.accumulate_grad_batches):
+                self._micro_batch(micro_batch)
+
+    def _micro_batch(self, micro_batch: int) -> None:
+        index = self.step * self.plan.accumulate_grad_batches + micro_batch
+        self.recorder.enter_phase("batch_transfer", self.step)
+        batch = self._transfer(self.plan.batch() if callable(self.plan.batch) else self.plan.batch)
+        self._hook("on_train_batch_start", batch, index)
+        outputs: list[Any] = []
+        if not self.automatic:
+            outputs.append(self._training_step(batch, index))
+        else:
+
+            def closure() -> Any:
+                return self._closure(batch, index, micro_batch, outputs)
+
+            if micro_batch == self.plan.accumulate_grad_batches - 1 and self.optimizers:
+                self._automatic_step(index, closure)
+            else:
+                with torch.enable_grad():
+                    closure()
+        self._hook("on_train_batch_end", outputs[-1] if outputs else None, batch, index)
+
+    def _transfer(self, batch: Any) -> Any:
+        if batch is None:
+            raise TraceError("The batch is `None`. Pass a batch, or shapes through `batch_spec`.")
+        dtype = self.policy.parameter_dtype
+        if dtype is not None:
+            batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        if self.is_lightning and hasattr(self.module, "transfer_batch_to_device"):
+            batch = self.module.on_before_batch_transfer(batch, 0)  # type: ignore[operator]
+            batch = self.module.transfer_batch_to_device(batch, self.device, 0)  # type: ignore[operator]
+            batch = self._mark_inputs(batch)
+            batch = self.module.on_after_batch_transfer(batch, 0)  # type: ignore[operator]
+        else:
+            batch = batch.to(self.device) if hasattr(batch, "to") else map_tensors(lambda t: t.to(self.device), batch)
+        return self._mark_inputs(batch)
+
+    def _mark_inputs(self, batch: Any) -> Any:
+        def mark(tensor: Tensor) -> Tensor:
+            self.recorder.mark(tensor, "inputs")
+            return tensor
+
+        map_tensors(mark, dict(batch) if isinstance(batch, Mapping) else batch)
+        return batch
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        policy = self.policy
+        default = torch.get_default_dtype()
+        if policy.parameter_dtype is not None:
+            torch.set_default_dtype(policy.parameter_dtype)
+        try:
+            if policy.autocast_dtype is None:
+                yield
+            else:
+                # Lightning disables the cast cache (MixedPrecision.autocast_context_manager).
+                with self.autocast.context(policy.autocast_dtype, cache_enabled=False):
+                    yield
+        finally:
+            torch.set_default_dtype(default)
+
+    def _training_step(self, batch: Any, index: int) -> Any:
+        self.recorder.enter_phase("forward", self.step)
+        with self._forward_context():
+            if self.plan.loss is not None:
+                return self.plan.loss(self.module, batch)
+            if not self.is_lightning:
+                return _default_loss(_call_with(self.module, batch))
+            training_step: Any = self.module.training_step
+            return training_step(batch, index) if _takes_index(training_step) else training_step(batch)
+
+    def _closure(self, batch: Any, index: int, micro_batch: int, outputs: list[Any]) -> Tensor | None:
+        output = self._training_step(batch, index)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        closure_loss = detached = None
+        if loss is not None:
+            if not isinstance(loss, Tensor):
+                raise TraceError(
+                    f"`training_step` returned a `{type(loss).__name__}` as the loss. Return a scalar tensor, "
+                    "a dictionary with the key 'loss', or `None`."
+                )
+            closure_loss = loss / self.plan.accumulate_grad_batches
+            detached = closure_loss.detach().clone()
+        # Lightning drops the loss with its graph here and keeps the other outputs.
+        outputs.append({**output, "loss": detached} if isinstance(output, Mapping) else detached)
+        del output, loss
+        if micro_batch == 0:
+            for optimizer in self.optimizers:
+                self._hook("on_before_zero_grad", optimizer)
+                if not self._hook("optimizer_zero_grad", 0, index, optimizer):
+                    optimizer.zero_grad()
+            if self.masters is not None:
+                self.masters.zero_grad()
+        if closure_loss is not None:
+            self.backward(closure_loss)
+        return detached
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss, run the module's backward, and say which storages became gradients."""
+        if self.policy.loss_scaling:
+            loss = loss * torch.full((), 65536.0, device=loss.device)
+        self._hook("on_before_backward", loss)
+        self.recorder.enter_phase("backward", self.step)
+        if not self._hook("backward", loss, *args, **kwargs):
+            loss.backward(*args, **kwargs)
+        self._hook("on_after_backward")
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                self.recorder.mark(parameter.grad, "gradients", name)
+
+    def _automatic_step(self, index: int, closure: Callable[[], Any]) -> None:
+        optimizer = self.optimizers[0]
+
+        def lightning_closure() -> Any:
+            with torch.enable_grad():
+                return closure()
+
+        if self.is_lightning and hasattr(self.module, "optimizer_step"):
+            self.module.optimizer_step(0, index, _TracedOptimizer(optimizer, self), lightning_closure)  # type: ignore[operator]
+        else:
+            self.step_optimizer(optimizer, lightning_closure)
+
+    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step one optimizer as the precision plugin does."""
+        if self.policy.loss_scaling:
+            if closure is not None:
+                closure()
+            self._before_update(optimizer)
+            optimizer.step()
+            result = None
+        else:
+
+            def wrapped() -> Any:
+                loss = closure() if closure is not None else None
+                self._before_update(optimizer)
+                return loss
+
+            with steppable(optimizer, wrapped, self.recorder) as traceable:
+                result = optimizer.step(traceable)
+        if self.masters is not None:
+            self.masters.write_back(optimizer)
+        self._mark_states()
+        return result
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        self.recorder.enter_phase("optimizer_step", self.step)
+        if self.masters is not None:
+            self.masters.take_gradients(optimizer)
+        self._hook("on_before_optimizer_step", optimizer)
+        if not self.automatic:
+            return
+        value, algorithm = self.plan.gradient_clip_val, self.plan.gradient_clip_algorithm
+        if not self._hook("configure_gradient_clipping", optimizer, value, algorithm):
+            self._clip_gradients(optimizer, value, algorithm)
+
+    def _clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if gradient_clip_val is None or gradient_clip_val <= 0:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if gradient_clip_algorithm == "value":
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _hook(self, name: str, *args: Any, **kwargs: Any) -> bool:
+        """Call a LightningModule's hook; return whether there is one."""
+        hook = getattr(self.module, name, None) if self.is_lightning else None
+        if hook is None:
+            return False
+        hook(*args, **kwargs)
+        return True
+
+    def _mark_states(self) -> None:
+        storages = self.recorder.events.storages
+        for optimizer in self.optimizers:
+            for parameter, tensor in state_tensors(optimizer):
+                if not tensor.is_meta or tensor.layout is not torch.strided:
+                    continue
+                index = self.recorder.register(tensor)
+                if index is not None and storages[index].category not in _FIXED:
+                    storages[index].category = "optimizer states"
+                    storages[index].owner = self.names.get(id(parameter))
+
+
+def _takes_index(training_step: Callable[..., Any]) -> bool:
+    """Tell whether Lightning would pass ``batch_idx`` (``is_param_in_hook_signature(..., min_args=2)``)."""
+    parameters = inspect.signature(training_step).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (
+        len(positional) >= 2
+        or any(p.name == "batch_idx" for p in parameters)
+        or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    )
+
+
+def _call_with(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    if isinstance(batch, (list, tuple)):
+        return module(*batch)
+    return module(batch)
+
+
+def _default_loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    found: list[Tensor] = []
+    map_tensors(lambda t: (found.append(t), t)[1], dict(output) if isinstance(output, Mapping) else output)  # type: ignore[func-returns-value]
+    floating = [t.sum() for t in found if t.is_floating_point() and t.requires_grad]
+    if not floating:
+        raise TraceError("The module's output holds no differentiable tensor to train on. Pass `loss=`.")
+    return torch.stack(floating).sum() if len(floating) > 1 else floating[0]

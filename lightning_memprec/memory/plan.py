@@ -1,0 +1,61 @@
+"""The run to be estimated, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+__all__ = ["TrainingPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """Everything that decides what a training run needs.
+
+    Args:
+        module: Module, or a zero-argument callable that builds one (then built on ``meta``). It is never
+            modified: a copy without storage is traced.
+        batch: Tree of real or meta tensors, or a zero-argument callable that returns one.
+        optimizer: Callable from parameters to an optimizer; ``None`` uses the module's
+            ``configure_optimizers``.
+        loss: Callable ``(module, batch) -> scalar``; ``None`` uses ``training_step``, else the output's
+            ``.loss``, else the sum of its floating tensors.
+        precision: Lightning's name of the precision, or ``"bf16-master"``/``"16-master"``.
+        device: ``"cuda"``, ``"cpu"`` or a name from the catalogue.
+        strategy: Lightning's name of the strategy.
+        num_devices: Devices per node.
+        num_nodes: Nodes.
+        accumulate_grad_batches: Micro-batches per optimizer step.
+        gradient_clip_val: Threshold of gradient clipping; ``None`` clips nothing.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        steps: Optimizer steps to trace; two show optimizer states beside activations.
+        prepare: Run on the copy before its precision is converted, as a Trainer would run ``setup`` and
+            ``configure_model``.
+        trainer: What the copy sees as ``self.trainer``; ``None`` gives a stand-in.
+        adapt_optimizer: Maps each optimizer to the one to trace in its place; used to try remedies.
+        shared: Objects that the copy shares with the module instead of copying them.
+    """
+
+    module: nn.Module | Callable[[], nn.Module]
+    batch: Any
+    optimizer: Callable[[Iterable[Any]], Optimizer] | None = None
+    loss: Callable[[nn.Module, Any], Tensor] | None = None
+    precision: str = "32-true"
+    device: str = "cuda"
+    strategy: str = "auto"
+    num_devices: int = 1
+    num_nodes: int = 1
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+    steps: int = 2
+    prepare: Callable[[nn.Module], None] | None = None
+    trainer: Any = None
+    adapt_optimizer: Callable[[Optimizer], Optimizer] | None = None
+    shared: tuple[object, ...] = ()

@@ -1,0 +1,148 @@
+"""Let user code believe that it runs on the estimated device while its tensors lie on ``meta``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from lightning_memprec._errors import DataDependentError
+from lightning_memprec.memory._location import user_location
+from lightning_memprec.memory.known import KnownValues
+
+__all__ = ["DeviceRedirect", "no_device_calls"]
+
+_META = torch.device("meta")
+
+
+# Calls that steer a device and return nothing of weight: they have nothing to steer in a trace, and raise on a
+# machine without a driver.
+_DEVICE_CALLS: dict[str, Callable[..., Any]] = {
+    "synchronize": lambda *args, **kwargs: None,
+    "empty_cache": lambda *args, **kwargs: None,
+    "set_device": lambda *args, **kwargs: None,
+    "reset_peak_memory_stats": lambda *args, **kwargs: None,
+    "current_device": lambda: 0,
+}
+
+
+@contextmanager
+def no_device_calls() -> Iterator[None]:
+    """Keep user code inside a trace from reaching a real CUDA device through ``torch.cuda``."""
+    saved = {name: getattr(torch.cuda, name) for name in _DEVICE_CALLS}
+    for name, stand_in in _DEVICE_CALLS.items():
+        setattr(torch.cuda, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)
+
+
+class DeviceRedirect(TorchFunctionMode):
+    """Sends tensors meant for one device type to ``meta``, and answers ``tensor.device`` with that device.
+
+    Args:
+        device_type: Device type to stand in for: ``"cuda"`` or ``"cpu"``. For ``"cpu"`` factories without a
+            device make meta tensors too, since that is where a CPU run would put them.
+        known: Contents known to the trace, for ``tolist`` and ``numpy``.
+    """
+
+    def __init__(self, device_type: str, known: KnownValues) -> None:
+        super().__init__()
+        self.device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
+        self._known = known
+        self._default = device_type == "cpu"
+        self._factories = _device_constructors()
+        self._handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+            Tensor.device.__get__: self._get_device,  # type: ignore[attr-defined]
+            Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
+            Tensor.to: self._to,
+            Tensor.cuda: self._cuda,
+            Tensor.cpu: self._cpu,
+            Tensor.pin_memory: lambda func, args, kwargs: args[0],
+            Tensor.tolist: self._read,
+            Tensor.numpy: self._read,
+            Tensor.__array__: self._read,
+            torch.tensor: self._from_data,
+            torch.as_tensor: self._from_data,
+            torch.asarray: self._from_data,
+            torch.from_numpy: self._from_data,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Translate devices, then call the function."""
+        kwargs = kwargs or {}
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
+            if kwargs["device"] is None and not self._default:
+                del kwargs["device"]
+        if self._default and func in self._factories and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": _META}
+        return func(*args, **kwargs)
+
+    def _translate(self, device: Any) -> Any:
+        if device is None or isinstance(device, torch.device):
+            kind = None if device is None else device.type
+        elif isinstance(device, str):
+            kind = device.partition(":")[0]
+        elif isinstance(device, int):
+            kind = "cuda"  # A bare index means an accelerator.
+        else:
+            return device
+        if kind == self.device.type:
+            return _META
+        return device
+
+    def _from_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        # These fill memory behind the dispatcher's back: make the tensor for real, then move it.
+        device = self._translate(kwargs.get("device")) if kwargs.get("device") is not None else None
+        to_meta = device == _META or (device is None and self._default)
+        real: Tensor = func(*args, **{k: v for k, v in kwargs.items() if k != "device" or not to_meta})
+        return real.to(_META) if to_meta and not real.is_meta else real
+
+    def _get_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        device: torch.device = func(*args)
+        return self.device if device.type == "meta" else device
+
+    def _is_cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._get_device(Tensor.device.__get__, args, kwargs).type == "cuda"  # type: ignore[attr-defined]
+
+    def _is_cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._get_device(Tensor.device.__get__, args, kwargs).type == "cpu"  # type: ignore[attr-defined]
+
+    def _to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._translate(kwargs["device"])}
+        if len(args) > 1 and isinstance(args[1], (str, torch.device, int)):
+            args = (args[0], self._translate(args[1]), *args[2:])
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return args[0].to(_META) if self.device.type == "cuda" else func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _cpu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return args[0] if self.device.type == "cpu" else func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = self._known.value(args[0])
+        if value is None:
+            location = user_location()
+            raise DataDependentError(
+                f"The step reads a tensor's contents with `.{func.__name__}()`{f' at {location}' if location else ''}, "
+                "but they depend on weights or on data. A trace has shapes but no values. "
+                "Guard that line, or estimate with the closed form or a real probe.",
+                location,
+            )
+        return func(value, *args[1:], **kwargs)

@@ -1,0 +1,215 @@
+"""What an estimate returns: plain, frozen, serialisable."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from lightning_memprec.memory.trace import MemoryEvents
+
+__all__ = ["Assumption", "Breakdown", "MemoryEstimate", "ModuleMemory", "PhasePeak", "Remedy", "TimelinePoint"]
+
+Basis = Literal["traced", "measured", "modelled"]
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One thing that was modelled rather than traced, or that the estimate leaves out.
+
+    Args:
+        name: Short, stable identifier.
+        text: What was assumed, in words a user can check.
+        source: Where the rule or figure comes from.
+        size_bytes: What it adds to the estimate; ``None`` if it adds no bytes of its own.
+    """
+
+    name: str
+    text: str
+    source: str = ""
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Bytes of each part at one instant; the parts add up to the allocated memory at that instant."""
+
+    parameters_bytes: int = 0
+    buffers_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_states_bytes: int = 0
+    activations_bytes: int = 0
+    temporaries_bytes: int = 0
+    inputs_bytes: int = 0
+    workspaces_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Parameters, buffers, gradients and optimizer states."""
+        return self.parameters_bytes + self.buffers_bytes + self.gradients_bytes + self.optimizer_states_bytes
+
+    def items(self) -> list[tuple[str, int]]:
+        """Pairs of readable part name and bytes, in display order."""
+        return [(f.name.removesuffix("_bytes").replace("_", " "), getattr(self, f.name)) for f in fields(self)]
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """Highest allocation during one phase of one step.
+
+    Args:
+        name: ``"setup"``, ``"forward"``, ``"backward"``, ``"optimizer_step"`` …
+        step: Optimizer step to which the phase belongs, counted from 0; ``-1`` before the first.
+        peak_allocated_bytes: Largest allocation while the phase lasted.
+    """
+
+    name: str
+    step: int
+    peak_allocated_bytes: int
+
+
+@dataclass(frozen=True)
+class ModuleMemory:
+    """What one module holds at the peak instant, its children not included."""
+
+    name: str
+    type_name: str
+    breakdown: Breakdown
+
+
+@dataclass(frozen=True)
+class TimelinePoint:
+    """Allocation after one recorded event."""
+
+    event: int
+    phase: str
+    allocated_bytes: int
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change to the run, with what it would need after the change.
+
+    Args:
+        name: Short, stable identifier, such as ``"micro_batch"``.
+        description: What to change, in words that complete "Try …".
+        how: The line of code or YAML that does it.
+        peak_device_bytes: Re-estimated need with the change applied.
+        saving_bytes: Need before minus need after.
+        fits: Whether the run then fits the capacity it was judged against.
+        basis: ``"traced"`` if the changed run was traced again, else ``"modelled"``.
+        cost: What is paid for it, in words.
+    """
+
+    name: str
+    description: str
+    how: str
+    peak_device_bytes: int
+    saving_bytes: int
+    fits: bool
+    basis: Basis = "traced"
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What one device needs for a training run.
+
+    All sizes are bytes of one device. ``breakdown`` and ``by_module`` describe the peak instant.
+
+    Args:
+        peak_allocated_bytes: Largest sum of live tensors (``torch.cuda.max_memory_allocated``).
+        peak_reserved_bytes: What the caching allocator holds at its peak.
+        outside_allocator_bytes: Device context, kernels and libraries.
+        breakdown: The parts at the peak instant.
+        peak_phase: Phase and step in which the peak falls.
+        phases: Peak of each phase, in order.
+        by_module: Largest holders at the peak instant, largest first.
+        timeline: Allocation over the recorded events, thinned.
+        assumptions: Everything that was modelled and not traced.
+        device: Device the estimate is for.
+        precision: Lightning's name of the precision.
+        steps: Optimizer steps traced.
+        trainable_parameters: Number of trainable parameter elements, tied weights once.
+        total_parameters: Number of parameter elements, tied weights once.
+        events: The raw births and deaths, for replay; not part of :meth:`to_dict`.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    outside_allocator_bytes: int
+    breakdown: Breakdown
+    peak_phase: PhasePeak
+    phases: tuple[PhasePeak, ...]
+    by_module: tuple[ModuleMemory, ...]
+    timeline: tuple[TimelinePoint, ...]
+    assumptions: tuple[Assumption, ...]
+    device: str
+    precision: str
+    steps: int
+    trainable_parameters: int
+    total_parameters: int
+    events: MemoryEvents | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """What the driver shows at the peak: reserved memory plus what lies outside the allocator."""
+        return self.peak_reserved_bytes + self.outside_allocator_bytes
+
+    @property
+    def minimum_device_bytes(self) -> int:
+        """Smallest capacity on which the run still works, cached memory given back."""
+        return self.peak_allocated_bytes + self.outside_allocator_bytes
+
+    def fits(self, capacity: int | str, *, safety_margin: float = 0.0) -> bool:
+        """Tell whether the run fits a device.
+
+        Args:
+            capacity: Memory offered, in bytes or as text such as ``"24GiB"``.
+            safety_margin: Fraction of the capacity to keep free, in [0, 1).
+
+        Returns:
+            Whether :attr:`peak_device_bytes` is at most ``capacity * (1 - safety_margin)``.
+
+        Raises:
+            ValueError: If the capacity is no size or the margin lies outside [0, 1).
+        """
+        from lightning_memprec._units import parse_bytes
+
+        if not 0.0 <= safety_margin < 1.0:
+            raise ValueError(f"`safety_margin` must lie in [0, 1), got {safety_margin}.")
+        return self.peak_device_bytes <= parse_bytes(capacity) * (1.0 - safety_margin)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain Python values, ready for JSON; sizes stay integers in bytes."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "events"}
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                plain[name] = [asdict(item) for item in value]
+            else:
+                plain[name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
+        plain["peak_device_bytes"] = self.peak_device_bytes
+        plain["minimum_device_bytes"] = self.minimum_device_bytes
+        return plain
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the allocation over the traced events.
+
+        Args:
+            ax: Matplotlib axes to draw on; a new figure is made if ``None``.
+
+        Returns:
+            ``(figure, axes)``.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed (extra ``plot``).
+        """
+        from lightning_memprec.memory._plot import plot_timeline
+
+        return plot_timeline(self, ax)
