@@ -13,6 +13,7 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4,
 }  # fmt: skip
+_MAX_BYTES = 2**63  # Sizes are 64-bit in every allocator.
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -46,9 +47,12 @@ def parse_bytes(value: int | str) -> int:
             raise ValueError(
                 f"Cannot read {value!r} as a size. Write a number and one of B, MB, GB, MiB, GiB, e.g. '24GiB'."
             )
-        size = int(float(match[1]) * _UNITS[match[2].lower()])
+        number = float(match[1])
+        size = int(number * _UNITS[match[2].lower()]) if number < _MAX_BYTES else _MAX_BYTES
     if size <= 0:
         raise ValueError(f"A size must be larger than 0 bytes, got {value!r}.")
+    if size >= _MAX_BYTES:
+        raise ValueError(f"A size must be smaller than {_MAX_BYTES} bytes, got {str(value)[:40]!r}. Check the unit.")
     return size
 
 

@@ -1,0 +1,1 @@
+"""The console command ``lightning-memprec``: one module per subcommand."""

@@ -1,0 +1,145 @@
+"""A training plan out of a parsed configuration."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_memprec._batch import BatchUnavailableError, first_batch, parse_batch_spec
+from lightning_memprec._prepare import prepare_copy
+from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.stand_in import trainer_stand_in
+
+if TYPE_CHECKING:
+    from lightning_memprec.cli._config import RunConfig
+
+__all__ = ["PlannedRun", "plan_run", "preflight_settings"]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan, and what was assumed to make it.
+
+    Args:
+        plan: The run.
+        notes: Assumptions in words.
+        sharded: Whether the strategy splits the model over devices, which the estimate does not follow.
+    """
+
+    plan: TrainingPlan
+    notes: tuple[str, ...]
+    sharded: bool
+
+
+def preflight_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments of a ``MemoryPreflight`` among the run's callbacks; empty if there is none."""
+    callbacks = config.trainer.get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if isinstance(callback, dict) and str(callback.get("class_path")).endswith(".MemoryPreflight"):
+            return dict(callback.get("init_args") or {})
+    return {}
+
+
+def plan_run(config: RunConfig, *, device: str | None, batch_spec: Any = None) -> PlannedRun:
+    """Describe the run of a configuration.
+
+    Args:
+        config: The parsed configuration.
+        device: Device of the estimate; ``None`` follows the Trainer's accelerator.
+        batch_spec: The batch in words; ``None`` reads the first batch of the train loader.
+
+    Raises:
+        BatchUnavailableError: If no batch can be had.
+        ValueError: If ``batch_spec`` cannot be read.
+    """
+    settings = config.trainer
+    notes: list[str] = []
+    if device is None:
+        device = "cpu" if settings.get("accelerator") == "cpu" else "cuda"
+    strategy, sharded = _strategy(settings.get("strategy"))
+    plan = TrainingPlan(
+        module=config.build_model,
+        batch=None,
+        optimizer=config.optimizer,
+        precision=_precision(settings),
+        device=device,
+        strategy=strategy,
+        num_devices=_devices(settings.get("devices"), notes),
+        num_nodes=settings.get("num_nodes") or 1,
+        accumulate_grad_batches=settings.get("accumulate_grad_batches") or 1,
+        gradient_clip_val=settings.get("gradient_clip_val"),
+        gradient_clip_algorithm=str(settings.get("gradient_clip_algorithm") or "norm"),
+    )
+    trainer = trainer_stand_in(plan)
+    for name in ("max_epochs", "max_steps"):
+        if settings.get(name) is not None:
+            setattr(trainer, name, settings[name])
+    if batch_spec is not None:
+        trainer.datamodule = None
+        batch = parse_batch_spec(batch_spec)
+        notes.append("Judged by the batch that was described.")
+    else:
+        trainer.datamodule = config.build_data()
+        batch = _read_batch(config, trainer)
+        notes.append("Judged by the first batch of the train loader.")
+    if sharded:
+        notes.append(
+            f"Strategy `{strategy}` splits the model over devices. The figures are for one device without "
+            "splitting, so each needs less."
+        )
+    prepare = functools.partial(prepare_copy, trainer=trainer, datamodule=trainer.datamodule)
+    plan = replace(plan, batch=batch, trainer=trainer, prepare=prepare)
+    return PlannedRun(plan, tuple(notes), sharded)
+
+
+def _read_batch(config: RunConfig, trainer: Any) -> Any:
+    """Read one batch as the run would, from the data module or else from the model's own loader."""
+    source = trainer.datamodule
+    try:
+        if source is not None:
+            source.trainer = trainer
+            source.prepare_data()
+            source.setup("fit")
+        else:
+            with torch.device("meta"):
+                source = config.build_model()
+                source._trainer = trainer
+                source.setup("fit")  # type: ignore[operator]
+        return first_batch(source.train_dataloader(), streams=True)
+    except BatchUnavailableError:
+        raise
+    except Exception as error:
+        raise BatchUnavailableError(
+            f"the data could not be read ({type(error).__name__}: {error}). "
+            "Describe the batch by `--batch-spec`"
+        ) from error
+
+
+def _precision(settings: dict[str, Any]) -> str:
+    plugins = settings.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, list) else [plugins]:
+        arguments = plugin.get("init_args") if isinstance(plugin, dict) else None
+        if arguments and arguments.get("precision"):
+            return str(arguments["precision"])
+    return str(settings.get("precision") or "32-true")
+
+
+def _strategy(setting: Any) -> tuple[str, bool]:
+    name = setting.get("class_path", "") if isinstance(setting, dict) else str(setting or "auto")
+    name = name.rpartition(".")[2].removesuffix("Strategy").lower() or "auto"
+    return name, name.startswith(("fsdp", "deepspeed", "modelparallel"))
+
+
+def _devices(setting: Any, notes: list[str]) -> int:
+    if isinstance(setting, (list, tuple)):
+        return len(setting)
+    text = str(setting if setting is not None else "auto")
+    if "," in text:
+        return len([part for part in text.split(",") if part.strip()])
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    notes.append(f"`devices: {text}` is taken as 1: it does not change what one device needs.")
+    return 1

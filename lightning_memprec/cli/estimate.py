@@ -1,0 +1,162 @@
+"""``lightning-memprec estimate``: will the run of a LightningCLI configuration fit, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_memprec.cli._config import RunConfig
+    from lightning_memprec.memory.result import MemoryEstimate, Remedy
+    from lightning_memprec.report.verdict import Verdict
+
+__all__ = ["EXIT_CODES", "add_parser", "run"]
+
+EXIT_CODES = {"fits": 0, "overflow": 3, "tight": 4, "undetermined": 5}
+_USAGE = 2
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's parser.
+
+    Args:
+        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = subparsers.add_parser(
+        "estimate",
+        help="exact estimate of the run that a LightningCLI configuration describes",
+        description="Trace one training step of a LightningCLI configuration without memory, without a GPU\n"
+        "and without training, and say whether it fits.",
+        epilog="Arguments after `--` go to the LightningCLI: `-- --trainer.precision=bf16-mixed`.\n\n"
+        "exit codes: 0 fits; 3 does not fit; 4 fits only inside the safety margin; 5 undetermined;\n"
+        "2 bad usage.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="YAML", help="configuration of the run")
+    add("--cli", metavar="MODULE:NAME", help="your LightningCLI class, or the function that makes it")
+    add("--model", metavar="CLASS_PATH", help="LightningModule, where the configuration does not name it")
+    add("--data", metavar="CLASS_PATH", help="LightningDataModule, where the configuration does not name it")
+    add(
+        "--device",
+        metavar="NAME",
+        help='device to plan for, such as "H100-80GB"; default: the accelerator\'s',
+    )
+    add(
+        "--device-memory",
+        metavar="SIZE",
+        help='memory to judge against, such as "24GiB"; default: the device\'s',
+    )
+    add("--safety-margin", type=float, metavar="FRACTION", help="fraction to keep free (default: 0.05)")
+    add(
+        "--batch-spec",
+        metavar="YAML",
+        help='the batch in words, such as "[float32[8, 3, 224, 224], int64[8]]"',
+    )
+    add("--no-remedies", action="store_true", help="do not look for changes that would make it fit")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add("overrides", nargs="*", metavar="-- ARGUMENT", help="arguments for the LightningCLI")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code; see :data:`EXIT_CODES`.
+    """
+    # Late, so that `--help` answers at once.
+    from lightning_memprec.cli._config import UsageError, read_run_config
+
+    try:
+        config = read_run_config(
+            args.config, cli=args.cli, model=args.model, data=args.data, overrides=args.overrides
+        )
+        return _judge(config, args)
+    except (UsageError, ValueError, ModuleNotFoundError) as error:
+        print(f"lightning-memprec estimate: {error}", file=sys.stderr)
+        return _USAGE
+
+
+def _judge(config: RunConfig, args: argparse.Namespace) -> int:
+    from lightning_memprec._batch import BatchUnavailableError
+    from lightning_memprec._errors import MemPrecError
+    from lightning_memprec.cli._run_plan import plan_run, preflight_settings
+    from lightning_memprec.memory.estimate import estimate_plan
+    from lightning_memprec.memory.remedies import suggest_remedies
+    from lightning_memprec.report.verdict import judge
+
+    settings = preflight_settings(config)
+    device = args.device or settings.get("device")
+    capacity = _capacity(device, args.device_memory or settings.get("device_memory"))
+    margin = args.safety_margin if args.safety_margin is not None else settings.get("safety_margin", 0.05)
+    spec = _batch_spec(args.batch_spec) if args.batch_spec else settings.get("batch_spec")
+    judge(None, None, safety_margin=margin)
+    try:
+        planned = plan_run(config, device=device, batch_spec=spec)
+        estimate = estimate_plan(planned.plan)
+    except Exception as error:
+        # Whatever the user's own classes raise: without an estimate a gate must stay closed.
+        known = isinstance(error, (MemPrecError, BatchUnavailableError))
+        reason = f"{error}" if known else f"{type(error).__name__}: {error}"
+        verdict = judge(
+            None, capacity, safety_margin=margin, when="estimate", reason=f"{reason.rstrip('.')}."
+        )
+        return _print(args, None, verdict, (), ())
+    reason = "no capacity to judge against. Give `--device` or `--device-memory`." if capacity is None else ""
+    need = estimate.peak_device_bytes
+    verdict = judge(need, capacity, safety_margin=margin, when="estimate", reason=reason)
+    if planned.sharded and verdict.status != "fits":
+        verdict = judge(need, None, when="estimate", reason="the model is sharded, see below.")
+    remedies: tuple[Remedy, ...] = ()
+    if verdict.status in ("tight", "overflow") and not args.no_remedies:
+        remedies = suggest_remedies(planned.plan, estimate, capacity or 0, safety_margin=margin)
+    return _print(args, estimate, verdict, remedies, planned.notes)
+
+
+def _capacity(device: str | None, device_memory: int | str | None) -> int | None:
+    from lightning_memprec._units import parse_bytes
+    from lightning_memprec.memory.devices import find_device
+
+    spec = find_device(device) if device not in (None, "cuda", "cpu") else None
+    if device_memory is not None:
+        return parse_bytes(device_memory)
+    return spec.memory_bytes if spec is not None else None
+
+
+def _batch_spec(text: str) -> Any:
+    import yaml
+
+    from lightning_memprec._batch import parse_batch_spec
+
+    try:
+        spec = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"Cannot read `--batch-spec` {text!r} as YAML: {error}") from error
+    parse_batch_spec(spec)
+    return spec
+
+
+def _print(
+    args: argparse.Namespace,
+    estimate: MemoryEstimate | None,
+    verdict: Verdict,
+    remedies: tuple[Remedy, ...],
+    notes: tuple[str, ...],
+) -> int:
+    from lightning_memprec.report.content import verdict_sentence
+    from lightning_memprec.report.file import report_as_dict
+    from lightning_memprec.report.text import format_estimate
+
+    if args.json:
+        print(json.dumps(report_as_dict(estimate, verdict, remedies, notes), indent=2))
+    elif estimate is None:
+        print(verdict_sentence(verdict))
+    else:
+        print(format_estimate(estimate, verdict, remedies, notes))
+    return EXIT_CODES[verdict.status]

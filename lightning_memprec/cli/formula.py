@@ -1,0 +1,191 @@
+"""``lightning-memprec formula``: the closed form, from a parameter count or a transformer's sizes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from functools import partial
+from typing import Any, get_args
+
+from lightning_memprec._units import GIB, format_bytes
+from lightning_memprec.memory.devices import DeviceSpec, find_device
+from lightning_memprec.memory.formula import (
+    DEVICE_COUNT_REASONS,
+    FormulaEstimate,
+    Offload,
+    estimate_formula,
+    minimum_devices,
+)
+from lightning_memprec.memory.recipes import RECIPES
+from lightning_memprec.memory.transformer import ActivationFormula, TransformerShape
+
+__all__ = ["add_parser", "run"]
+
+_COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SHAPE_OPTIONS = ("layers", "hidden", "heads", "sequence")
+_CLOSING = (
+    "",
+    "This is a closed form: no model was run. `lightning-memprec estimate` traces your own training step.",
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's parser.
+
+    Args:
+        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = subparsers.add_parser(
+        "formula",
+        help="closed-form estimate from a parameter count or a transformer's sizes",
+        description="Estimate by closed forms: bytes per parameter, and activations of a transformer.\n"
+        "Rough and instant; `lightning-memprec estimate` traces your own training step.",
+        epilog="recipes, bytes per parameter:\n"
+        + "\n".join(
+            f"  {r.name:<24}{r.bytes_per_parameter:>6.4g}  {r.description}" for r in RECIPES.values()
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--parameters", type=_count, metavar="N", help="parameter count, such as 7B; default: from the sizes")
+    add("--layers", type=int, metavar="L", help="layers of the transformer")
+    add("--hidden", type=int, metavar="H", help="width of the transformer")
+    add("--heads", type=int, metavar="A", help="attention heads")
+    add("--sequence", type=int, metavar="S", help="tokens of one sequence")
+    add("--batch", type=int, default=1, metavar="B", help="sequences on one device (default: 1)")
+    add("--vocabulary", type=int, default=0, metavar="V", help="vocabulary, for embedding, logits and loss")
+    add(
+        "--recipe",
+        choices=RECIPES,
+        default="fp32-adam",
+        metavar="NAME",
+        help="see below (default: fp32-adam)",
+    )
+    add("--recompute", action="store_true", help="full activation recomputation (checkpointing)")
+    add("--fused-attention", action="store_true", help="leave out the attention scores (flash attention)")
+    add(
+        "--activation-formula",
+        choices=get_args(ActivationFormula),
+        default="uniform",
+        help="uniform: 19 BSH + 3 BAS^2 elements a layer (default); published: arXiv 2205.05198",
+    )
+    add("--devices", type=int, default=1, metavar="N", help="data-parallel devices (default: 1)")
+    add("--zero-stage", type=int, choices=range(4), default=0, help="ZeRO stage (default: 0)")
+    add("--offload", choices=get_args(Offload), default="none", help="moved to host memory")
+    add("--device", type=_device, metavar="NAME", help="compare with this device, such as H100-80GB")
+    add("--json", action="store_true", help="print JSON, sizes in bytes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the estimate.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        Exit code: 0, or 2 after a message on standard error if a value is out of range.
+    """
+    try:
+        shape = _shape(args)
+        formula = partial(
+            estimate_formula,
+            parameters=args.parameters,
+            shape=shape,
+            recipe=args.recipe,
+            recompute=args.recompute,
+            fused_attention=args.fused_attention,
+            activation_formula=args.activation_formula,
+        )
+        estimate = formula(devices=args.devices, zero_stage=args.zero_stage, offload=args.offload)
+    except ValueError as error:
+        print(f"lightning-memprec formula: error: {error}", file=sys.stderr)
+        return 2
+    device = None if args.device is None else _compare(args.device, estimate, formula())
+    if args.json:
+        print(json.dumps(estimate.to_dict() | {"device": device}, indent=2))
+    else:
+        print("\n".join([*_table(estimate), *_not_counted(shape), *_verdict(device), *_CLOSING]))
+    return 0
+
+
+def _count(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"cannot read {text!r} as a count; write it like 7B, 350M or 7000000000"
+        )
+    return round(float(match[1]) * _COUNT_SUFFIXES[match[2]])
+
+
+def _device(name: str) -> DeviceSpec:
+    try:
+        return find_device(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shape(args: argparse.Namespace) -> TransformerShape | None:
+    missing = [f"--{name}" for name in _SHAPE_OPTIONS if getattr(args, name) is None]
+    if len(missing) == len(_SHAPE_OPTIONS):
+        if args.parameters is None:
+            raise ValueError(f"No model was described. Give --parameters, or {', '.join(missing)}, or both.")
+        return None
+    if missing:
+        raise ValueError(f"The transformer's sizes are incomplete. Add {', '.join(missing)}.")
+    return TransformerShape(
+        **{name: getattr(args, name) for name in (*_SHAPE_OPTIONS, "batch", "vocabulary")},
+    )
+
+
+def _compare(device: DeviceSpec, estimate: FormulaEstimate, unsharded: FormulaEstimate) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "memory_bytes": device.memory_bytes,
+        "context_bytes": device.context_bytes,
+        "fits": estimate.total_bytes + device.context_bytes <= device.memory_bytes,
+        "minimum_devices": minimum_devices(unsharded.total_bytes, device.memory_bytes),
+    }
+
+
+def _table(estimate: FormulaEstimate) -> list[str]:
+    recipe, total = estimate.recipe, estimate.total_bytes
+    shards = f", {estimate.devices} devices, ZeRO stage {estimate.zero_stage}" if estimate.devices > 1 else ""
+    each = f"{recipe.name} ({recipe.bytes_per_parameter:.4g} B each)"
+    lines = [
+        f"{estimate.parameters:,} parameters, {each}{shards}",
+        "",
+        f"{'on one device':<20}{'GiB':>10}{'GB':>10}{'share':>9}",
+    ]
+    for name, size in [*estimate.items(), ("total", total)]:
+        share = f"{size / total:.1%}" if total else "-"
+        lines.append(f"{name:<20}{size / GIB:>10.2f}{size / 1e9:>10.2f}{share:>9}")
+    if estimate.host_bytes:
+        lines.append(
+            f"{'in host memory':<20}{estimate.host_bytes / GIB:>10.2f}{estimate.host_bytes / 1e9:>10.2f}"
+        )
+    return lines
+
+
+def _not_counted(shape: TransformerShape | None) -> list[str]:
+    if shape is None:
+        sizes = ", ".join(f"--{name}" for name in _SHAPE_OPTIONS)
+        return ["", f"Activations are not counted: add {sizes}."]
+    if not shape.vocabulary:
+        return ["", "Logits and loss are not counted: add --vocabulary."]
+    return []
+
+
+def _verdict(device: dict[str, Any] | None) -> list[str]:
+    if device is None:
+        return []
+    verdict = "fits" if device["fits"] else "does not fit"
+    return [
+        "",
+        f"{device['name']} offers {format_bytes(device['memory_bytes'])}, of which about "
+        f"{format_bytes(device['context_bytes'])} go to context and kernels: {verdict}.",
+        f"Divided evenly, the unsharded total needs at least {device['minimum_devices']} of them. "
+        "A real run can need more:",
+        *(f"- {reason}" for reason in DEVICE_COUNT_REASONS),
+    ]

@@ -1,0 +1,60 @@
+"""The console command's options are an interface: a change here is a change for users' scripts."""
+
+import argparse
+
+import pytest
+
+from lightning_memprec.cli.main import build_parser
+
+OPTIONS = {
+    "formula": {
+        "--activation-formula",
+        "--batch",
+        "--device",
+        "--devices",
+        "--fused-attention",
+        "--heads",
+        "--hidden",
+        "--json",
+        "--layers",
+        "--offload",
+        "--parameters",
+        "--recipe",
+        "--recompute",
+        "--sequence",
+        "--vocabulary",
+        "--zero-stage",
+    },
+    "estimate": {
+        "--batch-spec",
+        "--cli",
+        "--config",
+        "--data",
+        "--device",
+        "--device-memory",
+        "--json",
+        "--model",
+        "--no-remedies",
+        "--safety-margin",
+    },
+}
+
+
+def options_of(parser):
+    return {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+
+
+@pytest.fixture
+def subparsers():
+    (action,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return action.choices
+
+
+def test_commands_are_frozen(subparsers):
+    assert set(subparsers) == set(OPTIONS)
+    assert options_of(build_parser()) == {"--version"}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_options_are_frozen(subparsers, command):
+    assert options_of(subparsers[command]) == OPTIONS[command]

@@ -1,0 +1,102 @@
+import re
+
+import pytest
+
+from lightning_memprec._units import GIB, MIB
+from lightning_memprec.memory.devices import DEVICES, find_device, is_cuda_like
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("A100-80GB", "A100-80GB"),
+        ("a100 80gb", "A100-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+        ("h100", "H100-80GB"),
+        ("NVIDIA H200", "H200-141GB"),
+        ("Tesla T4", "T4-16GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA L4", "L4-24GB"),
+        ("NVIDIA L40S", "L40S-48GB"),
+        ("NVIDIA A10G", "A10-24GB"),
+        ("NVIDIA GeForce RTX 3060", "RTX3060-12GB"),
+        ("GeForce RTX 2080 Ti", "RTX2080Ti-11GB"),
+        ("rtx_4090", "RTX4090-24GB"),
+        ("NVIDIA RTX A6000", "A6000-48GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada-48GB"),
+    ],
+)
+def test_find_device_accepts_driver_names_and_short_forms(name, expected):
+    assert find_device(name).name == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("A100", "more than one device. Did you mean A100-80GB, A100-40GB"),
+        ("H1000", "Unknown device 'H1000'. Did you mean .*H100-80GB"),
+        ("RTX 4070 Ti", "Unknown device .* Did you mean RTX4070-12GB"),
+        ("", "Unknown device ''. Use a name of the catalogue .*H100-80GB"),
+        ("warp core", "Unknown device 'warp core'. Use a name of the catalogue"),
+    ],
+)
+def test_find_device_names_near_matches_of_an_unknown_device(name, message):
+    with pytest.raises(ValueError, match=message):
+        find_device(name)
+
+
+@pytest.mark.parametrize("spec", DEVICES.values(), ids=DEVICES)
+def test_capacity_lies_just_below_the_capacity_on_the_box(spec):
+    nominal = int(re.search(r"-(\d+)GB$", spec.name)[1])
+    # ECC takes a sixteenth of cards with GDDR6, the driver some more.
+    assert 0.9 * nominal * GIB < spec.memory_bytes < nominal * GIB
+    assert find_device(spec.name) is spec
+    assert spec.source
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "generation"),
+    [
+        ("GTX 1080 Ti", False, "Pascal"),
+        ("V100-32GB", False, "Volta"),
+        ("T4", False, "Turing"),
+        ("A100-40GB", True, "Ampere"),
+        ("RTX 3090", True, "Ampere"),
+        ("L4", True, "Ada"),
+        ("H100", True, "Hopper"),
+        ("RTX 5090", True, "Blackwell"),
+    ],
+)
+def test_bf16_is_native_from_ampere_on(name, bf16, generation):
+    spec = find_device(name)
+    assert spec.native_bf16 is bf16
+    assert spec.generation == generation
+
+
+@pytest.mark.parametrize(("name", "bare_mib"), [("RTX 3090", 256), ("RTX 6000 Ada Generation", 426)])
+def test_context_follows_published_readings_of_an_empty_context(name, bare_mib):
+    loaded_kernels_mib = 256
+    assert find_device(name).context_bytes / MIB - loaded_kernels_mib == pytest.approx(bare_mib, rel=0.05)
+
+
+def test_context_is_a_small_part_of_every_device():
+    for spec in DEVICES.values():
+        assert 300 * MIB < spec.context_bytes < 0.08 * spec.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", False), ("cuda", True), ("cuda:1", True), ("A100-80GB", True), ("rtx 3060", True)],
+)
+def test_is_cuda_like(device, expected):
+    assert is_cuda_like(device) is expected
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "meta"])
+def test_is_cuda_like_rejects_other_devices(device):
+    with pytest.raises(ValueError, match="Unknown device"):
+        is_cuda_like(device)
