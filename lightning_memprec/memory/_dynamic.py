@@ -23,7 +23,9 @@ __all__ = ["HANDLERS", "HOST_ARGUMENTS"]
 Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 # Operators that take a host tensor on purpose.
-HOST_ARGUMENTS = frozenset({"_to_copy", "_pack_padded_sequence", "copy_", "_cudnn_rnn", "_cudnn_rnn_backward"})
+HOST_ARGUMENTS = frozenset(
+    {"_to_copy", "_pack_padded_sequence", "copy_", "_cudnn_rnn", "_cudnn_rnn_backward"}
+)
 
 
 def _require(recorder: Recorder, tensor: Tensor, func: Any) -> Tensor:
@@ -79,18 +81,53 @@ def _index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0] in recorder.known:
+        return _all_known(recorder, func, args, kwargs)
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     count = int(_require(recorder, args[1], func).expand(shape).sum())
     return args[0].new_empty(count)
 
 
-def _pack_padded_sequence(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pack_padded_sequence(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     data, lengths, batch_first = args
     lengths = _require(recorder, lengths, func).cpu()
     steps = int(lengths.max())
     batch_sizes = torch.stack([(lengths > step).sum() for step in range(steps)])
     packed = data.new_empty((int(lengths.sum()), *data.shape[2:]))
     return packed, batch_sizes
+
+
+def _ctc_loss(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No meta kernel exists: losses ``(N,)`` and the alphas, ``(N, T, 2 S + 1)`` (aten/native/LossCTC.cpp)."""
+    log_probs, _, _, target_lengths = args[:4]
+    if isinstance(target_lengths, Tensor):
+        target_lengths = _require(recorder, target_lengths, func).tolist()
+    steps, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(
+        batch, steps, 2 * max(target_lengths, default=0) + 1
+    )
+
+
+def _ctc_loss_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    log_probs, log_alpha = args[1], args[6]
+    recorder.transient(log_alpha.numel() * log_alpha.element_size())  # log_beta
+    return torch.empty_like(log_probs)
+
+
+def _assertion(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Used by argument checks alone (``torch.distributions``): a run that trains passes them."""
+    out = func(*args, **kwargs)
+    recorder.known.remember(out, torch.tensor(func._opname == "_is_all_true"))
+    return out
+
+
+def _like_first(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Samplers without a meta kernel: the sample has the shape of the first parameter."""
+    known = all(arg in recorder.known for arg in args if isinstance(arg, Tensor))
+    real = recorder.run_real(func, args, kwargs) if known else None
+    return torch.empty_like(args[0]) if real is None else recorder.meta_twin(real)
 
 
 def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,7 +157,9 @@ def _copy_(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
         value = recorder.known.value(source)
         return target if value is None else func(target, value)
     value = recorder.known.value(source) if source.layout is torch.strided else None
-    covers_all = target.is_contiguous() and target.untyped_storage().nbytes() == target.numel() * target.element_size()
+    covers_all = (
+        target.is_contiguous() and target.untyped_storage().nbytes() == target.numel() * target.element_size()
+    )
     if value is not None and covers_all and target.numel() <= 2**21:
         recorder.known.remember(target, value.to(target.dtype).expand(target.shape).contiguous().clone())
     elif value is not None and target in recorder.known:
@@ -155,6 +194,12 @@ HANDLERS: dict[str, Handler] = {
     "aten::index": _index,
     "aten::masked_select": _masked_select,
     "aten::_pack_padded_sequence": _pack_padded_sequence,
+    "aten::_ctc_loss": _ctc_loss,
+    "aten::_ctc_loss_backward": _ctc_loss_backward,
+    "aten::_is_all_true": _assertion,
+    "aten::_is_any_true": _assertion,
+    "aten::_sample_dirichlet": _like_first,
+    "aten::binomial": _like_first,
     "aten::_to_copy": _to_copy,
     "aten::copy_": _copy_,
     "aten::native_batch_norm": _batch_norm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -9,8 +10,10 @@ from types import FrameType
 
 __all__ = ["error_location", "user_location"]
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_SITE = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], sysconfig.get_paths()["stdlib"]})
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_SITE = tuple(
+    {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], sysconfig.get_paths()["stdlib"]}
+)
 
 
 def user_location() -> str | None:

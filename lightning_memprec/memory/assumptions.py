@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from lightning_memprec.memory.result import Assumption
 
 if TYPE_CHECKING:
@@ -46,8 +48,9 @@ def collect(
             notes.append(
                 Assumption(
                     "device_context",
-                    f"CUDA context and kernels of a {spec.name}; modelled by generation, differs by driver and build.",
-                    spec.source,
+                    f"CUDA context and kernels of a {spec.name}: modelled, 2 KiB for each thread that can be "
+                    "resident and 256 MiB of loaded kernels; differs by driver and build.",
+                    "lightning_memprec/memory/devices.py",
                     outside_bytes,
                 )
             )
@@ -65,5 +68,14 @@ def collect(
                 "aten/src/ATen/cuda/CUDABlas.cpp",
             )
         )
+        if any(isinstance(module, nn.RNNBase) for module in loop.module.modules()):
+            notes.append(
+                Assumption(
+                    "cudnn_rnn_reserve",
+                    "What cuDNN keeps of a recurrent layer for its backward pass is modelled: per layer, time step "
+                    "and hidden unit 5 elements (LSTM), 6 (GRU) or 1 (plain), and the outputs between layers.",
+                    "github.com/pytorch/pytorch/issues/2895",
+                )
+            )
     notes.extend(loop.notes)
     return outside_bytes, tuple(notes)

@@ -175,7 +175,7 @@ def _trace(plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None)
     with ExitStack() as stack:
         if not on_cpu:
             stack.enter_context(cuda_optimizer_defaults())
-        stack.enter_context(no_device_calls())
+        stack.enter_context(no_device_calls(capability))
         stack.enter_context(autocast)
         stack.enter_context(_SEMANTICS.active())
         stack.enter_context(redirect)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,42 @@ from torch._ops import OpOverload
 __all__ = ["Interposer", "Kernel"]
 
 Kernel = Callable[..., Any]
+
+
+class _Registration:
+    """What the dispatcher holds of one key: it is global and stays for the life of the process."""
+
+    def __init__(self, key_name: str) -> None:
+        self._key = getattr(torch._C.DispatchKey, key_name)
+        self._key_name = key_name
+        self._keyset = torch._C.DispatchKeySet(self._key)
+        self._registered: set[OpOverload] = set()
+        self._fallback = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        self._fallback.fallback(torch.library.fallthrough_kernel, key_name)  # type: ignore[no-untyped-call]
+        self._aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self.kernels: dict[OpOverload, Kernel] = {}
+        self.nested = True
+
+    def add(self, func: OpOverload) -> None:
+        if func in self._registered:
+            return
+        self._registered.add(func)
+
+        def entry(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            kernel = self.kernels.get(func)
+            if kernel is None:
+                return func.redispatch(keyset.remove(self._key), *args, **kwargs)
+            if self.nested:
+                return kernel(partial(func.redispatch, keyset.remove(self._key)), *args, **kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(self._keyset):
+                return kernel(func, *args, **kwargs)
+
+        self._aten.impl(func, entry, self._key_name, with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _registration(key_name: str) -> _Registration:
+    return _Registration(key_name)
 
 
 class Interposer:
@@ -31,19 +67,14 @@ class Interposer:
             operator has reached its own. Autocast wants ``False``: what it has cast is left alone.
 
     Note:
-        Kernels stay registered for the life of the process, since a dispatcher registration is global; they
-        are reached only by a thread inside :meth:`active` or after :meth:`switch`. Make one interposer a key
-        and reuse it.
+        Only a thread inside :meth:`active` or after :meth:`switch` reaches kernels. A key holds one set of
+        kernels at a time, whatever the number of interposers: the latest :meth:`use` counts.
     """
 
     def __init__(self, key: str, *, nested: bool = True) -> None:
         self._key = getattr(torch._C.DispatchKey, key)
         self._key_name = key
-        self._keyset = torch._C.DispatchKeySet(self._key)
         self._nested = nested
-        self._libraries: list[torch.library.Library] = []
-        self._registered: set[OpOverload] = set()
-        self._kernels: dict[OpOverload, Kernel] = {}
 
     def use(self, kernels: dict[OpOverload, Kernel]) -> None:
         """Make ``kernels`` the ones that :meth:`active` reaches; others fall back to the operator itself.
@@ -52,28 +83,10 @@ class Interposer:
             kernels: Map from operator overload to a function ``(func, *args, **kwargs)`` that returns the
                 operator's result; ``func`` calls the operator itself and does not reach its kernel again.
         """
-        self._kernels = kernels
-        if not self._libraries:
-            fallback = torch.library.Library("_", "IMPL")
-            fallback.fallback(torch.library.fallthrough_kernel, self._key_name)
-            self._libraries = [fallback, torch.library.Library("aten", "IMPL")]
+        registration = _registration(self._key_name)
+        registration.kernels, registration.nested = kernels, self._nested
         for func in kernels:
-            if func not in self._registered:
-                self._registered.add(func)
-                entry = self._make_entry(func)
-                self._libraries[1].impl(func, entry, self._key_name, with_keyset=True)
-
-    def _make_entry(self, func: OpOverload) -> Kernel:
-        def entry(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            kernel = self._kernels.get(func)
-            if kernel is None:
-                return func.redispatch(keyset.remove(self._key), *args, **kwargs)
-            if self._nested:
-                return kernel(partial(func.redispatch, keyset.remove(self._key)), *args, **kwargs)
-            with torch._C._ExcludeDispatchKeyGuard(self._keyset):
-                return kernel(func, *args, **kwargs)
-
-        return entry
+            registration.add(func)
 
     @contextmanager
     def active(self, enabled: bool = True) -> Iterator[None]:

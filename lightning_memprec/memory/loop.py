@@ -24,7 +24,13 @@ from torch.optim import Optimizer
 from lightning_memprec._errors import TraceError
 from lightning_memprec.memory.autocast import AutocastEmulation
 from lightning_memprec.memory.master import MasterWeights
-from lightning_memprec.memory.optimizers import configured_optimizers, state_tensors, steppable
+from lightning_memprec.memory.metrics import tolerate_metrics
+from lightning_memprec.memory.optimizers import (
+    configured_optimizers,
+    configured_schedulers,
+    state_tensors,
+    steppable,
+)
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import PrecisionPolicy
 from lightning_memprec.memory.result import Assumption
@@ -54,7 +60,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_tensors(function, item) for item in tree)
     if is_dataclass(tree) and not isinstance(tree, type):
-        return replace(tree, **{f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree) if f.init})
+        return replace(
+            tree, **{f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree) if f.init}
+        )
     return tree
 
 
@@ -110,6 +118,7 @@ class TrainingLoop:
         self.device = device
         self.step = 0
         self.optimizers: list[Optimizer] = []
+        self.schedulers: list[Any] = []
         self.masters: MasterWeights | None = None
         self.names = {id(p): name for name, p in module.named_parameters()}
         self.is_lightning = plan.loss is None and hasattr(module, "training_step")
@@ -122,43 +131,81 @@ class TrainingLoop:
     def attach(self) -> None:
         """Give the copy the Trainer and the methods that a Trainer gives a module."""
         module = self.module
+        tolerate_metrics(module, self.note)
         if not hasattr(module, "training_step"):
             return
-        module._trainer = self.plan.trainer if self.plan.trainer is not None else trainer_stand_in(self.plan)  # type: ignore[assignment]
-        module._device = self.device  # type: ignore[assignment]
+        trainer = self.plan.trainer if self.plan.trainer is not None else trainer_stand_in(self.plan)
+        for child in module.modules():
+            # LightningModules inside the module share its Trainer and device.
+            if hasattr(child, "_trainer"):
+                vars(child).update(
+                    _trainer=trainer, _device=self.device, log=self._log, log_dict=self._log_all
+                )
         replaced: dict[str, Any] = {
-            "log": self._log,
-            "log_dict": lambda values, *args, **kwargs: [self._log(k, v) for k, v in values.items()],
             "print": lambda *args, **kwargs: None,
             "optimizers": self._get_optimizers,
-            "lr_schedulers": lambda: None,
+            "lr_schedulers": self._get_schedulers,
             "manual_backward": lambda loss, *args, **kwargs: self.backward(loss, *args, **kwargs),
             "clip_gradients": self._clip_gradients,
         }
         vars(module).update(replaced)
 
+    def note(self, assumption: Assumption) -> None:
+        """Keep an assumption, once."""
+        if assumption.name not in {known.name for known in self.notes}:
+            self.notes.append(assumption)
+
     def configure(self) -> None:
         """Build the optimizers, as Lightning does after the module was moved to its device."""
         plan, module = self.plan, self.module
         if plan.optimizer is not None:
-            self.optimizers = configured_optimizers(plan.optimizer([p for p in module.parameters() if p.requires_grad]))
+            self.optimizers = configured_optimizers(
+                plan.optimizer([p for p in module.parameters() if p.requires_grad])
+            )
         elif hasattr(module, "configure_optimizers"):
-            self.optimizers = configured_optimizers(module.configure_optimizers())  # type: ignore[operator]
+            configured = module.configure_optimizers()  # type: ignore[operator]
+            self.optimizers, self.schedulers = (
+                configured_optimizers(configured),
+                configured_schedulers(configured),
+            )
         if plan.adapt_optimizer is not None:
             self.optimizers = [plan.adapt_optimizer(optimizer) for optimizer in self.optimizers]
         if hasattr(module, "training_step") and hasattr(module._trainer, "optimizers"):
             module._trainer.optimizers = list(self.optimizers)  # type: ignore[union-attr]
+        if plan.strategy.startswith("ddp") and plan.num_devices * plan.num_nodes > 1:
+            self._add_ddp_buckets()
         if self.policy.master_weights:
             self.masters = MasterWeights(self.optimizers, self.recorder, self.names)
         self._mark_states()
+
+    def _add_ddp_buckets(self) -> None:
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        size_bytes = sum(p.numel() * p.element_size() for p in trainable)
+        self._buckets = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        self.recorder.mark(self._buckets, "workspaces")
+        self.note(
+            Assumption(
+                "ddp_buckets",
+                "DDP keeps communication buckets as large as the gradients. `gradient_as_bucket_view=True` saves them.",
+                "torch/csrc/distributed/c10d/reducer.cpp",
+                size_bytes,
+            )
+        )
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor):
             self._logged[name] = value.detach().clone()
 
+    def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in values.items():
+            self._log(name, value)
+
     def _get_optimizers(self, use_pl_optimizer: bool = True) -> Any:
         wrapped = [_TracedOptimizer(o, self) if use_pl_optimizer else o for o in self.optimizers]
         return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    def _get_schedulers(self) -> Any:
+        return self.schedulers[0] if len(self.schedulers) == 1 else self.schedulers or None
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -200,8 +247,12 @@ class TrainingLoop:
             batch = self._mark_inputs(batch)
             batch = self.module.on_after_batch_transfer(batch, 0)  # type: ignore[operator]
         else:
-            batch = batch.to(self.device) if hasattr(batch, "to") else map_tensors(lambda t: t.to(self.device), batch)
+            batch = map_tensors(self._to_device, batch)
         return self._mark_inputs(batch)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        # Detached: no gradient flows back to the host.
+        return tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
 
     def _mark_inputs(self, batch: Any) -> Any:
         def mark(tensor: Tensor) -> Tensor:
@@ -274,6 +325,8 @@ class TrainingLoop:
         self._hook("on_after_backward")
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
+                # A lazy module makes its parameters in its first forward pass.
+                self.recorder.mark(parameter, "parameters", name)
                 self.recorder.mark(parameter.grad, "gradients", name)
 
     def _automatic_step(self, index: int, closure: Callable[[], Any]) -> None:
@@ -294,8 +347,8 @@ class TrainingLoop:
             if closure is not None:
                 closure()
             self._before_update(optimizer)
-            optimizer.step()
-            result = None
+            with steppable(optimizer, None, self.recorder, self.note):
+                result = optimizer.step()
         else:
 
             def wrapped() -> Any:
@@ -303,7 +356,7 @@ class TrainingLoop:
                 self._before_update(optimizer)
                 return loss
 
-            with steppable(optimizer, wrapped, self.recorder) as traceable:
+            with steppable(optimizer, wrapped, self.recorder, self.note) as traceable:
                 result = optimizer.step(traceable)
         if self.masters is not None:
             self.masters.write_back(optimizer)
@@ -322,7 +375,10 @@ class TrainingLoop:
             self._clip_gradients(optimizer, value, algorithm)
 
     def _clip_gradients(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         if gradient_clip_val is None or gradient_clip_val <= 0:
             return

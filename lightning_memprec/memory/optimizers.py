@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_memprec._errors import TraceError
+from lightning_memprec.memory.result import Assumption
 from lightning_memprec.memory.trace import Recorder
 
-__all__ = ["configured_optimizers", "state_tensors", "steppable"]
+__all__ = ["configured_optimizers", "configured_schedulers", "state_tensors", "steppable"]
 
 
 def configured_optimizers(configured: Any) -> list[Optimizer]:
@@ -29,18 +30,48 @@ def configured_optimizers(configured: Any) -> list[Optimizer]:
     """
     if configured is None:
         return []
-    if isinstance(configured, Optimizer):
+    # As in Lightning, an optimizer is what looks like one.
+    if hasattr(configured, "step") and hasattr(configured, "param_groups"):
         return [configured]
     if isinstance(configured, Mapping):
         return configured_optimizers(configured.get("optimizer"))
     if isinstance(configured, (list, tuple)):
-        is_pair = len(configured) == 2 and isinstance(configured[0], (list, tuple))
-        items = configured[0] if is_pair else configured
+        items = configured[0] if _is_pair(configured) else configured
         return [optimizer for item in items for optimizer in configured_optimizers(item)]
     raise TraceError(
         f"`configure_optimizers` returned a `{type(configured).__name__}`. "
         "Return an optimizer, a list of them, or a dictionary with the key 'optimizer'."
     )
+
+
+def configured_schedulers(configured: Any) -> list[Any]:
+    """Return the learning-rate schedulers in what ``configure_optimizers`` returned, in its order.
+
+    Args:
+        configured: As for :func:`configured_optimizers`.
+    """
+    if isinstance(configured, Mapping):
+        given = configured.get("lr_scheduler", configured.get("scheduler"))
+        return (
+            configured_schedulers(given)
+            if isinstance(given, Mapping)
+            else [given]
+            if given is not None
+            else []
+        )
+    if isinstance(configured, (list, tuple)):
+        if _is_pair(configured):
+            return [
+                s
+                for item in configured[1]
+                for s in (configured_schedulers(item) if isinstance(item, Mapping) else [item])
+            ]
+        return [scheduler for item in configured for scheduler in configured_schedulers(item)]
+    return []
+
+
+def _is_pair(configured: Any) -> bool:
+    return len(configured) == 2 and isinstance(configured[0], (list, tuple))
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor]]:
@@ -85,26 +116,48 @@ class _NoEarlyExit(TorchFunctionMode):
 
 @contextmanager
 def steppable(
-    optimizer: Optimizer, closure: Callable[[], Any] | None, recorder: Recorder
+    optimizer: Optimizer,
+    closure: Callable[[], Any] | None,
+    recorder: Recorder,
+    note: Callable[[Assumption], None],
 ) -> Iterator[Callable[[], Any] | None]:
-    """Make an optimizer's step traceable where its control flow depends on values; yield the closure to pass."""
-    if not isinstance(optimizer, torch.optim.LBFGS) or closure is None:
-        yield closure
-        return
+    """Make an optimizer's step traceable where it reads values; yield the closure to pass to it.
+
+    Norms and losses that an optimizer reads scale its step; they do not decide what it allocates. Inside the
+    step, but not inside the closure, unknown values are taken to be 1 (for LBFGS not-a-number, which no
+    tolerance test stops at).
+
+    Args:
+        optimizer: The optimizer about to be stepped.
+        closure: What it will call, if it is given a closure.
+        recorder: Recorder of the trace.
+        note: Told when a value was assumed.
+    """
+    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
     branches = _NoEarlyExit()
-    answer, recorder.on_unknown = recorder.on_unknown, lambda tensor: float("nan")
+    branches.paused = not is_lbfgs
+    unknown = recorder.on_unknown
+
+    def assume(tensor: Tensor) -> Any:
+        note(
+            Assumption(
+                "optimizer_values",
+                f"`{type(optimizer).__name__}` reads norms or losses while it steps: ordinary values were assumed.",
+                "traced",
+            )
+        )
+        return tensor.new_full((), float("nan") if is_lbfgs else 1.0, device="cpu").item()
 
     def evaluate() -> Any:
-        branches.paused, assumed, recorder.on_unknown = True, recorder.on_unknown, answer
+        branches.paused, recorder.on_unknown = True, unknown
         try:
-            return closure()
+            return closure() if closure is not None else None
         finally:
-            branches.paused, recorder.on_unknown = False, assumed
+            branches.paused, recorder.on_unknown = not is_lbfgs, assume
 
+    recorder.on_unknown = assume
     try:
-        with branches:
-            yield evaluate
+        with branches if is_lbfgs else nullcontext():
+            yield evaluate if closure is not None else None
     finally:
-        recorder.on_unknown = answer
-
-
+        recorder.on_unknown = unknown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,16 +33,30 @@ _DEVICE_CALLS: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def no_device_calls() -> Iterator[None]:
-    """Keep user code inside a trace from reaching a real CUDA device through ``torch.cuda``."""
-    saved = {name: getattr(torch.cuda, name) for name in _DEVICE_CALLS}
-    for name, stand_in in _DEVICE_CALLS.items():
-        setattr(torch.cuda, name, stand_in)
+def no_device_calls(compute_capability: tuple[int, int]) -> Iterator[None]:
+    """Keep user code inside a trace from reaching a real device through ``torch.cuda`` or Triton.
+
+    A Triton kernel writes to tensors that Python code made for it and allocates none: not launching it changes
+    no birth and no death.
+
+    Args:
+        compute_capability: What ``torch.cuda.get_device_capability`` answers inside the block.
+    """
+    patches: list[tuple[Any, str, Any]] = [(torch.cuda, name, call) for name, call in _DEVICE_CALLS.items()]
+    patches.append((torch.cuda, "get_device_capability", lambda device=None: compute_capability))
+    triton = sys.modules.get("triton.runtime.jit")
+    if triton is not None:
+        patches.append(
+            (triton.KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
+        )
+    saved = [(target, name, getattr(target, name)) for target, name, _ in patches]
+    for target, name, stand_in in patches:
+        setattr(target, name, stand_in)
     try:
         yield
     finally:
-        for name, original in saved.items():
-            setattr(torch.cuda, name, original)
+        for target, name, original in saved:
+            setattr(target, name, original)
 
 
 class DeviceRedirect(TorchFunctionMode):
@@ -57,7 +72,7 @@ class DeviceRedirect(TorchFunctionMode):
         super().__init__()
         self.device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
         self._known = known
-        self._default = device_type == "cpu"
+        self._default = torch.get_default_device().type == device_type
         self._factories = _device_constructors()
         self._handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
             Tensor.device.__get__: self._get_device,  # type: ignore[attr-defined]
@@ -66,10 +81,13 @@ class DeviceRedirect(TorchFunctionMode):
             Tensor.to: self._to,
             Tensor.cuda: self._cuda,
             Tensor.cpu: self._cpu,
+            Tensor.get_device: self._get_index,
+            Tensor.__format__: self._format,
             Tensor.pin_memory: lambda func, args, kwargs: args[0],
             Tensor.tolist: self._read,
             Tensor.numpy: self._read,
             Tensor.__array__: self._read,
+            Tensor.new_tensor: self._new_tensor,
             torch.tensor: self._from_data,
             torch.as_tensor: self._from_data,
             torch.asarray: self._from_data,
@@ -112,9 +130,30 @@ class DeviceRedirect(TorchFunctionMode):
         real: Tensor = func(*args, **{k: v for k, v in kwargs.items() if k != "device" or not to_meta})
         return real.to(_META) if to_meta and not real.is_meta else real
 
+    def _new_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        like, *args = args  # type: ignore[assignment]
+        options = {
+            "dtype": like.dtype,
+            "device": like.device,
+            **{k: v for k, v in kwargs.items() if v is not None},
+        }
+        return self._from_data(torch.tensor, tuple(args), options)
+
     def _get_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         device: torch.device = func(*args)
         return self.device if device.type == "meta" else device
+
+    def _get_index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        device = self._get_device(Tensor.device.__get__, args, kwargs)  # type: ignore[attr-defined]
+        return -1 if device.index is None else device.index
+
+    def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        # Text steers nothing: a number that is not known is written as not-a-number.
+        tensor, spec = args
+        if tensor.is_meta and tensor.ndim == 0:
+            known = self._known.value(tensor)
+            return format(float("nan") if known is None else known.item(), spec)
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _is_cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._get_device(Tensor.device.__get__, args, kwargs).type == "cuda"  # type: ignore[attr-defined]

@@ -5,9 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from lightning_memprec.memory.plan import TrainingPlan
 
 __all__ = ["trainer_stand_in"]
+
+
+class _Silent:
+    """A logger, or the experiment behind it: takes every call and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
 def trainer_stand_in(plan: TrainingPlan) -> Any:
@@ -22,8 +36,20 @@ def trainer_stand_in(plan: TrainingPlan) -> Any:
     """
     world_size = plan.num_devices * plan.num_nodes
     strategy = SimpleNamespace(
-        world_size=world_size, global_rank=0, local_rank=0, node_rank=0, is_global_zero=True, barrier=lambda *a, **k: None
+        world_size=world_size,
+        global_rank=0,
+        local_rank=0,
+        node_rank=0,
+        is_global_zero=True,
+        root_device=torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", 0),
+        barrier=lambda *args, **kwargs: None,
+        broadcast=lambda obj, *args, **kwargs: obj,
+        reduce=lambda tensor, *args, **kwargs: tensor,
+        all_gather=lambda tensor, *args, **kwargs: (
+            tensor if world_size == 1 else torch.stack([tensor] * world_size)
+        ),
     )
+    logger = _Silent()
     return SimpleNamespace(
         accumulate_grad_batches=plan.accumulate_grad_batches,
         gradient_clip_val=plan.gradient_clip_val,
@@ -50,8 +76,8 @@ def trainer_stand_in(plan: TrainingPlan) -> Any:
         sanity_checking=False,
         fast_dev_run=False,
         is_last_batch=False,
-        logger=None,
-        loggers=[],
+        logger=logger,
+        loggers=[logger],
         callbacks=[],
         callback_metrics={},
         logged_metrics={},

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memprec._errors import DataDependentError, TraceError
 from lightning_memprec.memory import _dynamic
 from lightning_memprec.memory._location import user_location
+from lightning_memprec.memory._replay import MetaKernelCache
 from lightning_memprec.memory.known import KnownValues
 
 __all__ = ["MemoryEvents", "Recorder", "StorageRecord"]
@@ -108,18 +109,40 @@ def _map_tensors(function: Callable[[Tensor], Any], args: Iterable[Any]) -> list
 class _Operator:
     """What the recorder has to know of one operator overload; read from its schema once."""
 
-    __slots__ = ("allocates", "handler", "resizes", "uninitialised", "written")
+    __slots__ = (
+        "allocates",
+        "handler",
+        "only_allocates",
+        "resizes",
+        "uninitialised",
+        "writes_first",
+        "written",
+    )
 
     def __init__(self, func: OpOverload) -> None:
         schema = func._schema
         returns = schema.returns
         self.allocates = any(r.alias_info is None for r in returns)
         self.written = [
-            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
         ]
         # An `out=` tensor or `resize_` may give an existing storage another size.
         self.resizes = bool(self.written) and (
             func._overloadname.endswith("out") or func._opname in ("resize_", "set_", "resize_as_")
+        )
+        self.only_allocates = (
+            not self.written and all(r.alias_info is None for r in returns) and bool(returns)
+        )
+        self.writes_first = (
+            [i for i, _ in self.written] == [0]
+            and not self.resizes
+            and torch.Tag.inplace_view
+            not in func.tags  # `squeeze_` and the like change the tensor's own shape.
+            and not self.allocates
+            and len(returns) <= 1
+            and isinstance(schema.arguments[0].type, (torch.TensorType, torch.ListType))
         )
         self.uninitialised = "empty" in func._opname
         self.handler = _dynamic.HANDLERS.get(func._schema.name)
@@ -152,6 +175,7 @@ class Recorder(TorchDispatchMode):
         self._kernel_allocations = kernel_allocations
         self._live: dict[int, _StorageRef] = {}
         self._excluded: set[int] = set()
+        self._meta_kernels = MetaKernelCache()
         self._operators: dict[OpOverload, _Operator] = {}
         self._sequence: tuple[list[int], list[int]] = ([-1], [0])
         self.events.phases.append(("setup", -1, 0))
@@ -180,7 +204,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensor: Tensor | None, category: str, owner: str | None = None) -> None:
         """Say what a tensor is; registers it if it was not seen being born."""
-        if tensor is None:
+        if tensor is None or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):  # type: ignore[attr-defined]
             return
         for part in _strided_parts(tensor):
             if not part.is_meta:
@@ -270,7 +294,7 @@ class Recorder(TorchDispatchMode):
         if self._kernel_allocations is not None:
             for size_bytes in self._kernel_allocations(func, args, kwargs):
                 self.transient(size_bytes)
-        out = self._run(func, args, kwargs)
+        out = self._run(operator, func, args, kwargs)
         if operator.allocates:
             self._register_outputs(out)
         if operator.written:
@@ -326,8 +350,12 @@ class Recorder(TorchDispatchMode):
             self.known.remember(meta, real, borrow=True)
         return meta
 
-    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, operator: _Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         try:
+            if operator.only_allocates or operator.writes_first:
+                return self._meta_kernels.run(func, args, kwargs, in_place=operator.writes_first)
             return func(*args, **kwargs)
         except NotImplementedError as error:
             if not func._schema.returns:
@@ -383,7 +411,12 @@ class Recorder(TorchDispatchMode):
             return None
 
     def _after_write(
-        self, operator: _Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], all_known: bool
+        self,
+        operator: _Operator,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        all_known: bool,
     ) -> None:
         targets = [
             t

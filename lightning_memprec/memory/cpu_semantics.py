@@ -1,0 +1,59 @@
+"""What a CPU run does that a run on meta tensors does not: its own choice of kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_memprec.memory.cpu_recurrent import recurrent_kernels
+from lightning_memprec.memory.cpu_temporaries import cpu_kernel_allocations
+from lightning_memprec.memory.interpose import Kernel
+
+__all__ = ["cpu_kernel_allocations", "cpu_kernels"]
+
+_aten = torch.ops.aten
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# SDPBackend::flash_attention, c10 enum in aten/src/ATen/native/transformers/sdp_utils_cpp.h.
+_FLASH_ATTENTION = 1
+
+
+def cpu_kernels() -> dict[OpOverload, Kernel]:
+    """Return the kernels that replace an operator by what a CPU run would call instead.
+
+    Returns:
+        Map from operator overload to kernel, for :class:`~lightning_memprec.memory.interpose.Interposer`.
+    """
+    return {_aten.scaled_dot_product_attention.default: _scaled_dot_product_attention, **recurrent_kernels()}
+
+
+def _scaled_dot_product_attention(
+    func: OpOverload,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as `scaled_dot_product_attention` chooses it for CPU tensors.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp. Meta tensors would take the math path there.
+    """
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    # The CPU's own choice reads shapes, strides and dtypes only, so that it can be asked about meta tensors.
+    choice = _aten._fused_sdp_choice.default.redispatch(
+        _CPU, query, key, value, attn_mask, dropout_p, is_causal, **options
+    )
+    if not query.is_meta or choice != _FLASH_ATTENTION:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # `convert_boolean_attn_mask`: an additive mask of the query's dtype.
+        zero, minus_infinity = (query.new_full((), x) for x in (0.0, float("-inf")))
+        attn_mask = torch.where(attn_mask, zero, minus_infinity)
+    attention = _aten._scaled_dot_product_flash_attention_for_cpu.default
+    output, _ = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    return output

@@ -1,0 +1,173 @@
+"""What CPU kernels allocate and free inside one operator.
+
+Only what is large and simple: layout changes around oneDNN's convolutions and copies that ATen's own kernels make.
+The scratch memory of oneDNN's matrix products is left out. Sources are paths in the PyTorch repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+__all__ = ["cpu_kernel_allocations"]
+
+_aten = torch.ops.aten
+_Rule = Callable[..., Iterable[int]]
+
+
+def cpu_kernel_allocations(func: OpOverload, args: Any, kwargs: Any) -> Iterable[int]:
+    """Return sizes of what a CPU kernel allocates and frees inside one call.
+
+    Args:
+        func: Operator that is about to run.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Sizes in bytes, each live on its own before the operator's outputs are made. A temporary that lives
+        beside an output therefore comes with that output's size added.
+    """
+    rule = _RULES.get(func)
+    return () if rule is None else rule(*args, **kwargs)
+
+
+def _dense_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    format_ = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return format_ is not None and tensor.is_contiguous(memory_format=format_) and not tensor.is_contiguous()
+
+
+# -- convolution: aten/src/ATen/native/mkldnn/Conv.cpp, third_party/ideep --------------------------------
+
+
+def _block() -> int:
+    """Channels that oneDNN keeps together: one vector register of 32-bit numbers."""
+    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+
+
+def _up(channels: int) -> int:
+    return -(-channels // _block()) * _block()
+
+
+def _blocked_bytes(tensor: Tensor) -> int:
+    """Bytes of an activation whose channels (dimension 1) are padded to whole blocks, as in `nChw16c`."""
+    return _dense_bytes(tensor) // max(tensor.size(1), 1) * _up(tensor.size(1))
+
+
+def _blocked_weight_bytes(weight: Tensor, groups: int) -> int:
+    outputs, inputs = weight.size(0), weight.size(1)
+    if groups > 1 and inputs == 1:  # depth-wise: blocks of groups
+        return _dense_bytes(weight) // outputs * _up(outputs)
+    per_group = outputs // groups
+    padded_inputs = inputs if inputs <= 3 else _up(inputs)
+    return _dense_bytes(weight) // (per_group * inputs) * _up(per_group) * padded_inputs
+
+
+def _source_bytes(data: Tensor) -> int:
+    # The kernels of a network's first convolution read images of up to three channels as they are.
+    return 0 if data.size(1) <= 3 else _blocked_bytes(data)
+
+
+def _convolution(
+    data: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Iterable[int]:
+    """Copies in oneDNN's blocked layout of data, weight and output; channels_last needs none of the data."""
+    if transposed or data.dim() < 3:
+        return
+    output = _aten.convolution.default(
+        data, weight, None, stride, padding, dilation, transposed, output_padding, groups
+    )
+    weight_bytes = _blocked_weight_bytes(weight, groups)
+    if _is_channels_last(data) or _is_channels_last(weight):
+        yield weight_bytes + _dense_bytes(weight) + _dense_bytes(output)
+        return
+    yield _source_bytes(data) + weight_bytes + _blocked_bytes(output)
+    yield _blocked_bytes(output) + _dense_bytes(output)
+
+
+def _convolution_backward(
+    grad: Tensor,
+    data: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> Iterable[int]:
+    """The same copies, first for the gradient of the data, then for that of the weight."""
+    if transposed or data.dim() < 3:
+        return
+    data_bytes, weight_bytes = _dense_bytes(data) if output_mask[0] else 0, _blocked_weight_bytes(weight, groups)
+    if _is_channels_last(data) or _is_channels_last(weight):
+        yield data_bytes + _dense_bytes(weight) + _channels_last_weight_gradient(weight, groups)
+        return
+    if output_mask[0]:
+        yield _blocked_bytes(grad) + weight_bytes + _blocked_bytes(data)
+        yield _blocked_bytes(data) + data_bytes
+    if output_mask[1]:
+        yield data_bytes + _source_bytes(data) + _blocked_bytes(grad) + weight_bytes
+        yield data_bytes + weight_bytes + _dense_bytes(weight)
+
+
+def _channels_last_weight_gradient(weight: Tensor, groups: int) -> int:
+    """Bytes of the reordered weight gradient.
+
+    oneDNN's depth-wise kernels know no channels_last weight gradient of kernels wider than 3. The kernel for
+    grouped convolutions steps in: each group's 1 × 1 channels are padded to a block of 16 × 16, and half
+    precision accumulates in a float32 copy of that.
+    """
+    size = _dense_bytes(weight)
+    if groups > 1 and weight.size(1) == 1 and max(weight.shape[2:]) > 3:
+        size *= _block() ** 2
+        if weight.element_size() < 4:
+            size += size // weight.element_size() * 4
+    return size
+
+
+# -- normalization: aten/src/ATen/native/Normalization.cpp, layer_norm.cpp -------------------------------
+
+
+def _batch_norm_backward(grad: Tensor, data: Tensor, *rest: Any) -> Iterable[int]:
+    # `batch_norm_backward_cpu_template` makes the data's gradient twice where both layouts agree.
+    if rest[-1][0] and grad.is_contiguous() and data.is_contiguous():
+        yield 2 * _dense_bytes(data)
+
+
+def _layer_norm(data: Tensor, *rest: Any) -> Iterable[int]:
+    # `layer_norm_cpu` copies what is not contiguous; the copy lives beside the output.
+    if not data.is_contiguous():
+        yield 2 * _dense_bytes(data)
+
+
+def _layer_norm_backward(grad: Tensor, data: Tensor, *rest: Any) -> Iterable[int]:
+    copies = sum(_dense_bytes(t) for t in (grad, data) if not t.is_contiguous())
+    if copies:
+        yield copies + _dense_bytes(data)
+
+
+_RULES: dict[OpOverload, _Rule] = {
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
