@@ -49,10 +49,10 @@ def unchanged(*roots: object, skip: Iterable[object] = ()) -> Iterator[None]:
             undo()
 
 
-def _global_generators() -> Iterator[Callable[[], None]]:
+def _global_generators() -> Iterator[Callable[[], object]]:
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -96,7 +96,7 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _undo(item: Any) -> Iterator[Callable[[], None]]:
+def _undo(item: Any) -> Iterator[Callable[[], object]]:
     """Yield what puts one object back into its present state."""
     numpy = sys.modules.get("numpy")
     if isinstance(item, torch.Generator):
@@ -109,9 +109,9 @@ def _undo(item: Any) -> Iterator[Callable[[], None]]:
         yield functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
     elif isinstance(item, (dict, list)):
         if len(item) <= _MAX_ITEMS:
-            yield functools.partial(_refill, item, item.copy())
+            yield functools.partial(_refill, item, dict(item) if isinstance(item, dict) else list(item))
     elif not isinstance(item, (type, ModuleType)) and isinstance(getattr(item, "__dict__", None), dict):
-        yield functools.partial(_refill, vars(item), vars(item).copy())
+        yield functools.partial(_refill, vars(item), dict(vars(item)))
 
 
 def _refill(container: Any, saved: Any) -> None:

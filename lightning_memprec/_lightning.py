@@ -10,8 +10,8 @@ that a user's ``logging.getLogger("lightning.pytorch").setLevel(...)`` would sto
 package must not change another program's screen.
 
 A name may be imported *after* us (import sorters put ``pytorch_lightning`` below ``lightning_memprec``). So
-the bases are brought up to date by :func:`adopt_namespaces` each time one of our classes is looked up in this
-package or instantiated. That happens before any Trainer or LightningCLI can see it.
+the bases are brought up to date at the two moments that precede any check of them: when one of our classes is
+instantiated, and when a namespace's ``cli`` module is about to be imported.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import LightningModule as LightningModule
+    from lightning.pytorch import Trainer as Trainer
 
 __all__ = [
     "TRANSFER_HOOKS",
@@ -40,6 +42,7 @@ __all__ = [
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
+_CLI_NAMES = tuple(f"{name}.cli" for name in _NAMES)
 
 
 def loaded_namespaces() -> list[ModuleType]:
@@ -84,6 +87,18 @@ def adopt_namespaces() -> None:
     bases = tuple(namespace.Callback for namespace in loaded_namespaces())
     if set(bases) - set(CallbackBase.__bases__):
         CallbackBase.__bases__ = bases
+
+
+class _CLIWatch:
+    """An import finder that finds nothing, but takes in a namespace before its LightningCLI is made."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name in _CLI_NAMES:
+            adopt_namespaces()
+
+
+sys.meta_path.insert(0, _CLIWatch)  # type: ignore[arg-type]
 
 
 def namespace_of(trainer: Any) -> ModuleType:

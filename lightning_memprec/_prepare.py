@@ -9,7 +9,15 @@ from lightning_memprec._lightning import TRANSFER_HOOKS, overridden_data_hooks
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["prepare_copy"]
+__all__ = ["is_compiled", "prepare_copy"]
+
+# What Lightning compiles (``lightning.pytorch.utilities.compile.from_compiled``).
+_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether a LightningModule came to its Trainer through ``torch.compile``."""
+    return getattr(module, "_compiler_ctx", None) is not None
 
 
 def prepare_copy(
@@ -28,6 +36,10 @@ def prepare_copy(
         # A LightningModule inside the copy logs through the real Trainer unless it is told otherwise.
         if hasattr(module, "_trainer") and module is not copy:
             vars(module).update(_trainer=trainer, log=_drop, log_dict=_drop)
+    if is_compiled(copy):
+        # `torch.compile` hangs methods on the instance that still belong to the original.
+        for name in _COMPILED:
+            vars(copy).pop(name, None)
     if not set_up:
         copy.setup("fit")  # type: ignore[operator]
         copy.configure_model()  # type: ignore[operator]

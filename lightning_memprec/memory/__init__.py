@@ -1,0 +1,1 @@
+"""What a run will need: pure functions and plain results, without Lightning."""

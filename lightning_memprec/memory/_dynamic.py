@@ -83,7 +83,7 @@ def _index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def _masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0] in recorder.known:
         return _all_known(recorder, func, args, kwargs)
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
     count = int(_require(recorder, args[1], func).expand(shape).sum())
     return args[0].new_empty(count)
 
@@ -91,7 +91,7 @@ def _masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
 def _pack_padded_sequence(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    data, lengths, batch_first = args
+    data, lengths = args[:2]
     lengths = _require(recorder, lengths, func).cpu()
     steps = int(lengths.max())
     batch_sizes = torch.stack([(lengths > step).sum() for step in range(steps)])

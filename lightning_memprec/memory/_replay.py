@@ -102,4 +102,4 @@ def _spans_storage(tensor: Tensor) -> bool:
     if tensor.numel() == 0:
         return tensor.untyped_storage().nbytes() == 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() == (last + 1) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() == (last + 1) * tensor.element_size())

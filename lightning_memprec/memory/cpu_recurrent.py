@@ -20,7 +20,7 @@ __all__ = ["lstm_workspace_bytes", "recurrent_kernels"]
 
 _aten = torch.ops.aten
 _PAGE_BYTES = 4096
-_Layer = Callable[[Tensor, Tensor, Sequence[Tensor], bool], Tensor]
+_Step = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def recurrent_kernels() -> dict[OpOverload, Kernel]:
@@ -33,8 +33,10 @@ def recurrent_kernels() -> dict[OpOverload, Kernel]:
     }
 
 
-def _stack_kernel(step: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]) -> Kernel:
-    def layer(data: Tensor, hidden: Tensor, weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Tensor]:
+def _stack_kernel(step: _Step) -> Kernel:
+    def layer(
+        data: Tensor, hidden: Tensor, weights: Sequence[Tensor], reverse: bool
+    ) -> tuple[Tensor, Tensor, Any]:
         """On the CPU alone `FullLayer` multiplies the inputs of all steps before the first step."""
         bias_ih, bias_hh = (weights[2], weights[3]) if len(weights) > 2 else (None, None)
         inputs = functional.linear(data, weights[0], bias_ih).unbind(0)
@@ -42,9 +44,13 @@ def _stack_kernel(step: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor
         for value in reversed(inputs) if reverse else inputs:
             hidden = step(value, hidden, weights[1], bias_hh)
             outputs.append(hidden)
-        return torch.stack(outputs[::-1] if reverse else outputs), hidden
+        output = torch.stack(outputs[::-1] if reverse else outputs)
+        # `FullBidirectionalLayer` holds the steps of both directions, and the second one's products.
+        return output, hidden, (outputs, inputs if reverse else None)
 
-    def kernel(func: OpOverload, data: Tensor, hidden: Tensor, params: Sequence[Tensor], *options: Any) -> Any:
+    def kernel(
+        func: OpOverload, data: Tensor, hidden: Tensor, params: Sequence[Tensor], *options: Any
+    ) -> Any:
         if not data.is_meta:
             return func(data, hidden, params, *options)
         output, states = _run_layers(layer, data, hidden.unbind(0), params, *options)
@@ -54,7 +60,7 @@ def _stack_kernel(step: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor
 
 
 def _run_layers(
-    layer: Callable[..., tuple[Tensor, Any]],
+    layer: Callable[..., tuple[Tensor, Any, Any]],
     data: Tensor,
     hidden: Sequence[Any],
     params: Sequence[Tensor],
@@ -65,19 +71,22 @@ def _run_layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, list[Any]]:
-    """Run layers and directions; return the last layer's output and the final states of all."""
+    """Run layers and directions; return the last layer's output and the final states of all.
+
+    A layer returns its output, its final state, and what lives until both directions are joined.
+    """
     directions, per_layer = 2 if bidirectional else 1, 4 if has_biases else 2
     data = data.transpose(0, 1) if batch_first else data
     states: list[Any] = []
     for index in range(num_layers):
-        outputs = []
+        results = []
         for direction in range(directions):
             k = index * directions + direction
             weights = params[k * per_layer : (k + 1) * per_layer]
-            output, state = layer(data, hidden[k], weights, direction == 1)
-            outputs.append(output)
-            states.append(state)
-        data = torch.cat(outputs, -1) if bidirectional else outputs[0]
+            results.append(layer(data, hidden[k], weights, direction == 1))
+            states.append(results[-1][1])
+        data = torch.cat([result[0] for result in results], -1) if bidirectional else results[0][0]
+        del results
         if dropout and train and index < num_layers - 1:
             data = functional.dropout(data, dropout)
     return (data.transpose(0, 1) if batch_first else data), states
@@ -97,7 +106,9 @@ def _simple_step(value: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | N
     return functional.linear(hidden, weight, bias).add_(value)
 
 
-def _lstm(func: OpOverload, data: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> Any:
+def _lstm(
+    func: OpOverload, data: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], *options: Any
+) -> Any:
     """Run the layers in oneDNN (`mkldnn_rnn`), which takes float32 and bfloat16 without projections."""
     projected = hidden[0].size(2) != hidden[1].size(2)
     if not data.is_meta or projected or data.dtype not in (torch.float32, torch.bfloat16):
@@ -109,12 +120,12 @@ def _lstm(func: OpOverload, data: Tensor, hidden: Sequence[Tensor], params: Sequ
 
 def _lstm_layer(
     data: Tensor, state: tuple[Tensor, Tensor], weights: Sequence[Tensor], reverse: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor], None]:
     tensors = [data.contiguous(), *weights, *state]
     if torch.is_autocast_enabled("cpu"):
         tensors = [tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors]
     output, hidden, cell = _OneDnnLstm.apply(*tensors)
-    return output, (hidden, cell)
+    return output, (hidden, cell), None
 
 
 class _OneDnnLstm(torch.autograd.Function):
@@ -124,7 +135,7 @@ class _OneDnnLstm(torch.autograd.Function):
     def forward(ctx: Any, data: Tensor, weight_ih: Tensor, weight_hh: Tensor, *rest: Tensor) -> Any:
         steps, batch, inputs = data.shape
         width = weight_hh.size(1)
-        *biases, hidden, cell = rest
+        hidden, cell = rest[-2:]
         outputs = data.new_empty(steps, batch, width), torch.empty_like(hidden), torch.empty_like(cell)
         saved = [data, weight_ih, weight_hh, *rest, *outputs]
         if any(ctx.needs_input_grad):
@@ -137,6 +148,7 @@ class _OneDnnLstm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         data, weight_ih, weight_hh = ctx.saved_tensors[:3]
+        grads = tuple(grad.contiguous() for grad in grads)
         # oneDNN accumulates in float32; autograd casts to each input's dtype.
         result = tuple(
             torch.empty_like(t, dtype=torch.float32) if needed else None
@@ -152,9 +164,9 @@ class _OneDnnLstm(torch.autograd.Function):
 def lstm_workspace_bytes(steps: int, batch: int, inputs: int, width: int, element_bytes: int) -> int:
     """Bytes that oneDNN keeps from the forward to the backward pass of one LSTM layer.
 
-    Gates and projected outputs of each step; states, cells and the gradients of data, states and cells of each
-    step and the one before the first, once for the layer's input and once for its output. Each region starts on a page
-    (`set_workspace_sizes`, `set_offsets`).
+    Gates and projected outputs of each step; states, cells and the gradients of data, states and cells of
+    each step and of the one before the first, for the layer's input and for its output. Each region starts on
+    a page (`set_workspace_sizes`, `set_offsets`).
 
     Args:
         steps: Length of the sequences, T.

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 from lightning_memprec.memory.cpu_recurrent import recurrent_kernels
 from lightning_memprec.memory.cpu_temporaries import cpu_kernel_allocations
 from lightning_memprec.memory.interpose import Kernel
+from lightning_memprec.memory.layout import channels_last_convolution
 
 __all__ = ["cpu_kernel_allocations", "cpu_kernels"]
 
@@ -24,7 +25,11 @@ def cpu_kernels() -> dict[OpOverload, Kernel]:
     Returns:
         Map from operator overload to kernel, for :class:`~lightning_memprec.memory.interpose.Interposer`.
     """
-    return {_aten.scaled_dot_product_attention.default: _scaled_dot_product_attention, **recurrent_kernels()}
+    return {
+        _aten.convolution.default: channels_last_convolution,
+        _aten.scaled_dot_product_attention.default: _scaled_dot_product_attention,
+        **recurrent_kernels(),
+    }
 
 
 def _scaled_dot_product_attention(
@@ -49,11 +54,11 @@ def _scaled_dot_product_attention(
         _CPU, query, key, value, attn_mask, dropout_p, is_causal, **options
     )
     if not query.is_meta or choice != _FLASH_ATTENTION:
-        return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return func(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # `convert_boolean_attn_mask`: an additive mask of the query's dtype.
         zero, minus_infinity = (query.new_full((), x) for x in (0.0, float("-inf")))
         attn_mask = torch.where(attn_mask, zero, minus_infinity)
     attention = _aten._scaled_dot_product_flash_attention_for_cpu.default
-    output, _ = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    output: Tensor = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output

@@ -1,7 +1,7 @@
 """What CPU kernels allocate and free inside one operator.
 
-Only what is large and simple: layout changes around oneDNN's convolutions and copies that ATen's own kernels make.
-The scratch memory of oneDNN's matrix products is left out. Sources are paths in the PyTorch repository.
+Only what is large and simple: layout changes around oneDNN's convolutions and copies that ATen's own kernels
+make. The scratch memory of oneDNN's matrix products is left out. Sources are paths in the PyTorch repository.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from lightning_memprec.memory.layout import is_channels_last
 
 __all__ = ["cpu_kernel_allocations"]
 
@@ -37,11 +39,6 @@ def cpu_kernel_allocations(func: OpOverload, args: Any, kwargs: Any) -> Iterable
 
 def _dense_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    format_ = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return format_ is not None and tensor.is_contiguous(memory_format=format_) and not tensor.is_contiguous()
 
 
 # -- convolution: aten/src/ATen/native/mkldnn/Conv.cpp, third_party/ideep --------------------------------
@@ -93,7 +90,7 @@ def _convolution(
         data, weight, None, stride, padding, dilation, transposed, output_padding, groups
     )
     weight_bytes = _blocked_weight_bytes(weight, groups)
-    if _is_channels_last(data) or _is_channels_last(weight):
+    if is_channels_last(data) or is_channels_last(weight):
         yield weight_bytes + _dense_bytes(weight) + _dense_bytes(output)
         return
     yield _source_bytes(data) + weight_bytes + _blocked_bytes(output)
@@ -116,8 +113,11 @@ def _convolution_backward(
     """The same copies, first for the gradient of the data, then for that of the weight."""
     if transposed or data.dim() < 3:
         return
-    data_bytes, weight_bytes = _dense_bytes(data) if output_mask[0] else 0, _blocked_weight_bytes(weight, groups)
-    if _is_channels_last(data) or _is_channels_last(weight):
+    data_bytes, weight_bytes = (
+        _dense_bytes(data) if output_mask[0] else 0,
+        _blocked_weight_bytes(weight, groups),
+    )
+    if is_channels_last(data) or is_channels_last(weight):
         yield data_bytes + _dense_bytes(weight) + _channels_last_weight_gradient(weight, groups)
         return
     if output_mask[0]:
@@ -132,7 +132,7 @@ def _channels_last_weight_gradient(weight: Tensor, groups: int) -> int:
     """Bytes of the reordered weight gradient.
 
     oneDNN's depth-wise kernels know no channels_last weight gradient of kernels wider than 3. The kernel for
-    grouped convolutions steps in: each group's 1 × 1 channels are padded to a block of 16 × 16, and half
+    grouped convolutions steps in: each group's 1 x 1 channels are padded to a block of 16 x 16, and half
     precision accumulates in a float32 copy of that.
     """
     size = _dense_bytes(weight)

@@ -81,7 +81,7 @@ class KnownValues:
         key = tensor.untyped_storage()._cdata
         if key in self._borrowed:
             self._borrowed.discard(key)
-            self._twins[key] = self._twins[key].clone()
+            self._twins[key] = self._twins[key].clone()  # type: ignore[no-untyped-call]
             self._owned_bytes += self._twins[key].nbytes()
 
     def forget(self, tensor: Tensor) -> None:

@@ -301,7 +301,7 @@ class TrainingLoop:
             closure_loss = loss / self.plan.accumulate_grad_batches
             detached = closure_loss.detach().clone()
         # Lightning drops the loss with its graph here and keeps the other outputs.
-        outputs.append({**output, "loss": detached} if isinstance(output, Mapping) else detached)
+        outputs.append({**(output if isinstance(output, Mapping) else {}), "loss": detached})
         del output, loss
         if micro_batch == 0:
             for optimizer in self.optimizers:

@@ -80,16 +80,18 @@ def _shared_attributes(module: nn.Module) -> dict[int, Any]:
 
 
 def _uncopyable_attributes(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
+    """Find locks, open files and the like; what holds modules or tensors must not be shared."""
     refused: dict[int, Any] = {}
-    for child in module.modules():
-        for value in vars(child).values():
-            # An iterator is left to fail: the trace would use up what the run wants to read.
-            is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-            if not isinstance(value, (Tensor, nn.Module)) and not is_iterator:
-                try:
-                    copy.deepcopy(value, dict(memo))
-                except Exception:
-                    refused[id(value)] = value
+    for value in (value for child in module.modules() for value in vars(child).values()):
+        # An iterator is left to fail: the trace would use up what the run wants to read.
+        is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+        parts = (value, *getattr(value, "__dict__", {}).values())
+        if is_iterator or any(isinstance(part, (Tensor, nn.Module, dict, list, tuple)) for part in parts):
+            continue
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:
+            refused[id(value)] = value
     return refused
 
 

@@ -124,8 +124,8 @@ def steppable(
     """Make an optimizer's step traceable where it reads values; yield the closure to pass to it.
 
     Norms and losses that an optimizer reads scale its step; they do not decide what it allocates. Inside the
-    step, but not inside the closure, unknown values are taken to be 1 (for LBFGS not-a-number, which no
-    tolerance test stops at).
+    step, but not inside the closure, unknown numbers are taken to be 1 (for LBFGS not-a-number, which no
+    tolerance test stops at) and unknown conditions not to hold.
 
     Args:
         optimizer: The optimizer about to be stepped.
@@ -146,6 +146,8 @@ def steppable(
                 "traced",
             )
         )
+        if tensor.dtype is torch.bool:
+            return False  # Optimizers ask for what is out of the ordinary: `norm == 0`, `isnan`, `norm > limit`.
         return tensor.new_full((), float("nan") if is_lbfgs else 1.0, device="cpu").item()
 
     def evaluate() -> Any:

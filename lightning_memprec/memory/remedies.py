@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,10 @@ from lightning_memprec.memory.precision import resolve_precision
 from lightning_memprec.memory.result import MemoryEstimate, Remedy
 
 __all__ = ["suggest_remedies"]
+
+
+# A change that saves less is no help: it is left out.
+_WORTHWHILE = 0.01
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ def suggest_remedies(
     budget_bytes = int(capacity_bytes * (1.0 - safety_margin))
     need_bytes = estimate.peak_device_bytes
     found: list[Remedy] = []
-    combined, parts = plan, []
+    combined = plan
+    parts: list[_Change] = []
     changes = list(_changes(plan, budget_bytes))
     for change in changes:
         remedy = _try(change, plan, need_bytes, budget_bytes)
@@ -91,7 +97,7 @@ def _try(change: _Change, plan: TrainingPlan, need_bytes: int, budget_bytes: int
         after = estimate_plan(change.apply(plan)).peak_device_bytes
     except MemPrecError:
         return None
-    if after >= need_bytes:
+    if need_bytes - after < _WORTHWHILE * need_bytes:
         return None
     return Remedy(
         change.name, change.description, change.how, after, need_bytes - after, after <= budget_bytes, cost=change.cost
@@ -215,8 +221,14 @@ def _eight_bit(optimizer: Optimizer) -> Optimizer:
     """Return bitsandbytes' 8-bit twin of an Adam-like or momentum optimizer, with the same groups."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise MemPrecError(f"No 8-bit twin is known for `{type(optimizer).__name__}`.")
-    import bitsandbytes
-
+    # Importing it warns about kernels for other devices; the run itself will say so if it matters.
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes
+    finally:
+        logger.setLevel(level)
     twin: Optimizer = bitsandbytes.optim.AdamW8bit([{"params": g["params"]} for g in optimizer.param_groups])
     return twin
 

@@ -1,0 +1,267 @@
+"""Stop a run that cannot fit before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from lightning_memprec._batch import first_batch, parse_batch_spec
+from lightning_memprec._errors import MemoryOverflowError, TraceError
+from lightning_memprec._isolation import unchanged
+from lightning_memprec._lightning import CallbackBase, end_run, train_loaders
+from lightning_memprec.callbacks._capacity import choose_target
+from lightning_memprec.callbacks._outcome import HOOKS, hook_after, in_words, notes_on, publish
+from lightning_memprec.callbacks._ranks import Finding, gather, merge
+from lightning_memprec.callbacks._trainer_plan import is_sharded, plan_from_trainer
+from lightning_memprec.memory.estimate import estimate_plan
+from lightning_memprec.memory.remedies import suggest_remedies
+from lightning_memprec.report.content import overflow_message
+from lightning_memprec.report.verdict import Verdict, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_memprec._lightning import LightningModule, Trainer
+    from lightning_memprec.memory.plan import TrainingPlan
+    from lightning_memprec.memory.result import MemoryEstimate, Remedy
+
+__all__ = ["MemoryPreflight"]
+
+T = TypeVar("T")
+
+
+class MemoryPreflight(CallbackBase):
+    """Estimate what ``fit`` needs before it starts, and refuse a run that cannot fit.
+
+    One training step is traced without memory and without computing, on a copy of the module: its own
+    `setup`, `configure_model`, `configure_optimizers` and `training_step`, with the Trainer's precision,
+    accumulation and clipping. The run itself is not changed: random generators, data and weights are as
+    without the callback.
+
+    The verdict is given in `setup`, before the model is moved to the device. Where a step cannot be traced
+    there, for example because the train loader can only be opened once, it is given in the first later hook
+    that can: `on_fit_start`, or the first `on_train_batch_start`. `verdict.when` names it.
+
+    Logged once to every logger:
+
+    | key | meaning |
+    |---|---|
+    | `memprec/preflight/<part>_bytes` | a part at the peak: parameters, buffers, gradients, optimizer_states, activations, temporaries, inputs, workspaces |
+    | `memprec/preflight/peak_allocated_bytes` | largest sum of live tensors |
+    | `memprec/preflight/peak_device_bytes` | what the device must offer |
+    | `memprec/preflight/capacity_bytes` | what it offers, if known |
+    | `memprec/preflight/headroom_bytes` | capacity less need, if known |
+
+    Args:
+        device: Name of a device to plan for, such as "A100-80GB". By default the Trainer's own device.
+        device_memory: Memory to judge against, in bytes or as text such as "24GiB". By default what the
+            device has free plus what this process holds already. Without a device that can tell, the estimate
+            is printed and the run goes on.
+        safety_margin: Fraction of the memory to keep free. A run that would use it counts as overflow.
+        on_overflow: What to do when the run does not fit: "raise" MemoryOverflowError, "warn", or "off".
+        on_error: What to do when the run cannot be estimated: "warn" and go on, "raise" the error, or "off".
+        remedies: Whether to look for changes that would make an overflowing run fit. Each is estimated anew.
+        batch_spec: The batch in words, where none can be read: dicts and lists of texts such as
+            "float32[8, 3, 224, 224]", or "int64[8] = 128" where the step looks at the values.
+        stop_after: Whether to end the run after the verdict, before any training.
+        report_path: JSON file for the verdict, the estimate and the remedies.
+
+    Raises:
+        ValueError: If the device is unknown, a size cannot be read, or an option is not one of its choices.
+
+    Example::
+
+        Trainer(callbacks=[MemoryPreflight(device_memory="12GiB")])
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        device: str | None = None,
+        device_memory: int | str | None = None,
+        safety_margin: float = 0.05,
+        on_overflow: Literal["raise", "warn", "off"] = "raise",
+        on_error: Literal["warn", "raise", "off"] = "warn",
+        remedies: bool = True,
+        batch_spec: dict[str, Any] | list[Any] | str | None = None,
+        stop_after: bool = False,
+        report_path: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        choose_target(device, device_memory, torch.device("cpu"))
+        judge(None, None, safety_margin=safety_margin)
+        if batch_spec is not None:
+            parse_batch_spec(batch_spec)
+        for name, value in (("on_overflow", on_overflow), ("on_error", on_error)):
+            if value not in ("raise", "warn", "off"):
+                raise ValueError(f"`{name}` must be 'raise', 'warn' or 'off', got {value!r}.")
+        self.device = device
+        self.device_memory = device_memory
+        self.safety_margin = safety_margin
+        self.on_overflow = on_overflow
+        self.on_error = on_error
+        self.remedies = remedies
+        self.batch_spec = batch_spec
+        self.stop_after = stop_after
+        self.report_path = report_path
+        self.estimate: MemoryEstimate | None = None
+        self.verdict: Verdict | None = None
+        self._next_hook: str | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.estimate = self.verdict = self._next_hook = None
+            self._attempt(trainer, pl_module, "setup")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._next_hook == "on_fit_start":
+            self._attempt(trainer, pl_module, "on_fit_start")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Another callback may have frozen or replaced parts of the model since `setup`.
+        if any(gather(self._is_outdated(trainer, pl_module))):
+            self._attempt(trainer, pl_module, "on_train_start")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._next_hook == "on_train_batch_start":
+            self._attempt(trainer, pl_module, "on_train_batch_start", batch)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._next_hook is not None:
+            self._give_up(trainer, "setup", TraceError("no batch came to hand."))
+
+    def _attempt(self, trainer: Trainer, pl_module: LightningModule, hook: str, batch: Any = None) -> None:
+        """Trace a step; act on the verdict, or note in which hook to try again."""
+        error: Exception | None = None
+        estimate = plan = None
+        try:
+            with unchanged(pl_module, getattr(trainer, "datamodule", None), skip=(trainer, self)):
+                plan = self._plan(trainer, pl_module, hook, batch)
+                estimate = estimate_plan(plan)
+            finding = Finding(estimate.peak_device_bytes, self._target(trainer).capacity_bytes(estimate))
+        except Exception as caught:
+            error = caught
+            finding = Finding(problem=in_words(caught), next_hook=hook_after(hook, caught))
+        decision = merge(gather(finding), HOOKS)
+        if estimate is not None and plan is not None and not decision.problem:
+            self._next_hook = None
+            self._conclude(trainer, plan, estimate, decision, hook)
+        elif self.verdict is None:
+            self._next_hook = decision.next_hook
+            if self._next_hook is None:
+                self._give_up(trainer, hook, error or TraceError(decision.problem))
+        error = None  # its traceback holds this frame, and with it the batch
+
+    def _plan(self, trainer: Trainer, pl_module: LightningModule, hook: str, batch: Any) -> TrainingPlan:
+        on_device = hook == "on_train_batch_start"
+        loaders = None
+        if self.batch_spec is not None:
+            batch, on_device = parse_batch_spec(self.batch_spec), False
+        elif not on_device:
+            loaders = train_loaders(trainer)
+            batch = first_batch(loaders)
+        if batch is None:
+            raise TraceError("the train loader yields None. Let it yield tensors, or give `batch_spec`.")
+        return plan_from_trainer(
+            trainer,
+            pl_module,
+            batch,
+            device=self._target(trainer).estimate_for,
+            loaders=loaders,
+            set_up=hook != "setup",
+            on_device=on_device,
+        )
+
+    def _target(self, trainer: Trainer) -> Any:
+        return choose_target(self.device, self.device_memory, trainer.strategy.root_device)
+
+    def _is_outdated(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        if self.estimate is None or self._next_hook is not None or is_sharded(trainer):
+            return False
+        parameters = list(pl_module.parameters())
+        if any(is_lazy(parameter) for parameter in parameters):
+            return False
+        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        total = sum(parameter.numel() for parameter in parameters)
+        return (trainable, total) != (self.estimate.trainable_parameters, self.estimate.total_parameters)
+
+    def _conclude(
+        self, trainer: Trainer, plan: TrainingPlan, estimate: MemoryEstimate, decision: Finding, hook: str
+    ) -> None:
+        """Report the verdict and act on it."""
+        reason = (
+            "" if decision.capacity_bytes is not None else "nothing tells how much memory the device has."
+        )
+        verdict = judge(
+            decision.need_bytes,
+            decision.capacity_bytes,
+            safety_margin=self.safety_margin,
+            when=hook,
+            reason=reason,
+        )
+        notes = notes_on(trainer, plan, verdict, self.batch_spec is not None)
+        exceeded = verdict.status in ("tight", "overflow")
+        if exceeded and is_sharded(trainer):
+            verdict = judge(decision.need_bytes, None, when=hook, reason="the model is sharded, see below.")
+            exceeded = False
+        self.estimate, self.verdict = estimate, verdict
+        remedies: tuple[Remedy, ...] = ()
+        if exceeded and self.remedies:
+            found = self._guarded("found no remedies", self._find_remedies, plan, estimate, verdict)
+            remedies = found or ()
+        self._guarded(
+            "could not report", publish, trainer, estimate, verdict, remedies, notes, self.report_path
+        )
+        if exceeded and self.on_overflow != "off":
+            message = overflow_message(estimate, verdict, remedies, self._target(trainer).name)
+            if self.on_overflow == "raise":
+                message += " To run all the same, pass `on_overflow='warn'`."
+                raise MemoryOverflowError(message, estimate, verdict.capacity_bytes, remedies)
+            rank_zero_warn(message)
+        if self.stop_after:
+            raise end_run(trainer)
+
+    def _find_remedies(
+        self, plan: TrainingPlan, estimate: MemoryEstimate, verdict: Verdict
+    ) -> tuple[Remedy, ...]:
+        with unchanged():
+            return suggest_remedies(
+                plan, estimate, verdict.capacity_bytes or 0, safety_margin=self.safety_margin
+            )
+
+    def _guarded(self, failure: str, function: Callable[..., T], *args: Any) -> T | None:
+        """Call what must not end a run when it fails."""
+        try:
+            return function(*args)
+        except Exception as error:
+            if self.on_error == "raise":
+                raise
+            if self.on_error == "warn":
+                rank_zero_warn(f"`MemoryPreflight` {failure}: {in_words(error)}")
+            return None
+
+    def _give_up(self, trainer: Trainer, hook: str, error: Exception) -> None:
+        """Say that there will be no verdict."""
+        self._next_hook = None
+        self.verdict = judge(None, None, safety_margin=self.safety_margin, when=hook, reason=in_words(error))
+        self._guarded("could not report", publish, trainer, None, self.verdict, (), (), self.report_path)
+        if self.on_error == "raise":
+            raise error
+        if self.on_error == "warn":
+            rank_zero_warn(
+                f"`MemoryPreflight` could not estimate this run: {in_words(error)} Training goes on without "
+                "a verdict. Give `batch_spec` if the batch is the obstacle, or hide this by `on_error='off'`."
+            )
+        if self.stop_after:
+            raise end_run(trainer)

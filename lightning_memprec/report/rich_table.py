@@ -1,0 +1,84 @@
+"""The report in colour, where rich is installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_memprec._optional import require
+from lightning_memprec._units import format_bytes
+from lightning_memprec.report.content import (
+    assumption_lines,
+    capacity_rows,
+    module_rows,
+    part_rows,
+    peak_sentence,
+    remedy_lines,
+    title,
+    verdict_sentence,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Group
+
+    from lightning_memprec.memory.result import MemoryEstimate, Remedy
+    from lightning_memprec.report.verdict import Verdict
+
+__all__ = ["render_estimate"]
+
+_COLORS = {"fits": "green", "tight": "yellow", "overflow": "red", "undetermined": "yellow"}
+_BAR = 24
+
+
+def render_estimate(
+    estimate: MemoryEstimate,
+    verdict: Verdict | None = None,
+    remedies: Sequence[Remedy] = (),
+    notes: Sequence[str] = (),
+) -> Group:
+    """Write an estimate as a rich renderable with the content of the plain text report.
+
+    Args:
+        estimate: What the run needs.
+        verdict: Whether it fits; ``None`` leaves capacity and verdict out.
+        remedies: Changes to show below the table.
+        notes: Remarks to put above the assumptions.
+
+    Raises:
+        ModuleNotFoundError: If rich is not installed (extra ``rich``).
+    """
+    require("rich", extra="rich", purpose="a report in colour")
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    color = _COLORS[verdict.status] if verdict is not None else "cyan"
+    total = estimate.peak_device_bytes or 1
+    parts = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "right", "left"):
+        parts.add_column(justify=justify)  # type: ignore[arg-type]
+    for name, size in part_rows(estimate):
+        bar = Text("█" * round(_BAR * size / total), style="cyan")
+        parts.add_row(name, format_bytes(size), f"{size / total:.1%}", bar)
+    parts.add_section()
+    for name, value in capacity_rows(estimate, verdict):
+        parts.add_row(Text(name, style="bold"), Text(value, style="bold"))
+    blocks: list[Text | Table] = [Text(title(estimate), style="bold"), parts]
+    if verdict is not None:
+        blocks.append(Text(verdict_sentence(verdict), style=f"bold {color}"))
+    blocks.append(Text(f"\n{peak_sentence(estimate)}"))
+    modules = Table(box=None, show_header=False)
+    for module, kind, size, mostly in module_rows(estimate):
+        modules.add_row(Text(f"{module} ({kind})"), Text(format_bytes(size), justify="right"), mostly)
+    if modules.row_count:
+        blocks += [Text("\nLargest modules at the peak", style="bold"), modules]
+    if remedies:
+        blocks.append(Text("\nWhat would help", style="bold"))
+        for number, (text, how) in enumerate(remedy_lines(tuple(remedies)), start=1):
+            blocks += [Text(f"  {number}. {text}"), Text(f"     {how}", style="cyan")]
+    remarks = [*notes, *assumption_lines(estimate.assumptions)]
+    if remarks:
+        blocks.append(Text("\nAssumed", style="bold"))
+        blocks += [Text(f"  - {remark}", style="dim") for remark in remarks]
+    return Group(*blocks)

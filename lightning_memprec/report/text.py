@@ -1,0 +1,93 @@
+"""The report as plain text: the default on every screen and in every log file."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from lightning_memprec._units import format_bytes
+from lightning_memprec.report.content import (
+    assumption_lines,
+    capacity_rows,
+    module_rows,
+    part_rows,
+    peak_sentence,
+    remedy_lines,
+    title,
+    verdict_sentence,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_memprec.memory.result import MemoryEstimate, Remedy
+    from lightning_memprec.report.verdict import Verdict
+
+__all__ = ["format_estimate"]
+
+_WIDTH = 88
+_BAR = 24
+
+
+def format_estimate(
+    estimate: MemoryEstimate,
+    verdict: Verdict | None = None,
+    remedies: Sequence[Remedy] = (),
+    notes: Sequence[str] = (),
+) -> str:
+    """Write an estimate as one plain text table.
+
+    Args:
+        estimate: What the run needs.
+        verdict: Whether it fits; ``None`` leaves capacity and verdict out.
+        remedies: Changes to show below the table.
+        notes: Remarks to put above the assumptions.
+
+    Returns:
+        Text in ASCII, lines of at most 88 characters where names allow, no newline at the end.
+    """
+    lines = [title(estimate), "=" * _WIDTH, *_parts(estimate), "-" * _WIDTH]
+    rows = capacity_rows(estimate, verdict)
+    lines += [f"  {name:<32}{value:>14}" for name, value in rows]
+    if verdict is not None:
+        lines.append(f"  {verdict_sentence(verdict)}")
+    lines += ["", *_wrap(peak_sentence(estimate), "  ")]
+    modules = module_rows(estimate)
+    if modules:
+        lines += ["", "  Largest modules at the peak"]
+        lines += [
+            f"    {f'{name} ({kind})':<44}{format_bytes(size):>14}  {most}"
+            for name, kind, size, most in modules
+        ]
+    if remedies:
+        lines += ["", "  What would help"]
+        for number, (text, how) in enumerate(remedy_lines(tuple(remedies)), start=1):
+            lines += _wrap(text, f"    {number}. ")
+            lines += [f"       {line}" for line in how.splitlines()]
+    remarks = [*notes, *assumption_lines(estimate.assumptions)]
+    if remarks:
+        lines += ["", "  Assumed"]
+        for remark in remarks:
+            lines += _wrap(remark, "    - ")
+    lines.append("=" * _WIDTH)
+    return "\n".join(lines)
+
+
+def _parts(estimate: MemoryEstimate) -> list[str]:
+    total = estimate.peak_device_bytes or 1
+    lines = []
+    for name, size in part_rows(estimate):
+        bar = "#" * round(_BAR * size / total)
+        lines.append(f"  {name:<32}{format_bytes(size):>14}{size / total:>8.1%}  {bar}".rstrip())
+    return lines
+
+
+def _wrap(text: str, lead: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=lead,
+        subsequent_indent=" " * len(lead),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

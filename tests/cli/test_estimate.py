@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_memprec.cli.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "cli"
+
+PROGRAM = """
+from {name}.cli import LightningCLI
+from {name}.demos.boring_classes import BoringModel, BoringDataModule
+import torch
+
+class Model(BoringModel):
+    def __init__(self, width: int = 3):
+        super().__init__()
+        self.wide = torch.nn.Linear(32, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.wide(batch).sum() + self.layer(batch).sum()
+
+class MyCLI(LightningCLI):
+    def __init__(self):
+        super().__init__(Model, BoringDataModule)
+
+def with_commands():
+    LightningCLI(Model, BoringDataModule)
+
+def without_commands():
+    LightningCLI(Model, BoringDataModule, run=False, seed_everything_default=1)
+
+def nothing():
+    pass
+
+class Reads(Model):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() else None
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        # Lightning 2.6 calls jsonargparse 4.49+ by deprecated names.
+        monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        yield
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A folder with a program for each Lightning namespace."""
+    (tmp_path / "prog.py").write_text(PROGRAM.format(name="lightning.pytorch"))
+    (tmp_path / "old_prog.py").write_text(PROGRAM.format(name="pytorch_lightning"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in ("prog", "old_prog"):
+        sys.modules.pop(name, None)
+
+
+def estimate(capsys, config, *arguments):
+    """Run the command on a configuration; return its exit code and its report."""
+    Path("run.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+    code = main(["estimate", "--config", "run.yaml", "--json", *arguments])
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out.startswith("{") else out
+
+
+# A Trainer with these arguments cannot be made here.
+GPU = {"accelerator": "gpu", "devices": 8}
+
+
+@pytest.mark.parametrize(
+    "target", ["prog:MyCLI", "prog:with_commands", "prog:without_commands", "old_prog:MyCLI"]
+)
+def test_users_own_cli_is_parsed_and_no_trainer_is_made(program, capsys, target):
+    config = {"trainer": {**GPU, "precision": "bf16-true"}, "model": {"width": 70}}
+    code, report = estimate(capsys, config, "--cli", target, "--device", "A100-80GB")
+    assert code == 0
+    assert report["estimate"]["total_parameters"] == 32 * 70 + 70 + 32 * 2 + 2
+    assert report["estimate"]["precision"] == "bf16-true"
+    assert report["verdict"]["status"] == "fits"
+
+
+@pytest.mark.parametrize("module", ["prog", "old_prog"])
+def test_classes_named_in_the_file_or_on_the_command_line(program, capsys, module):
+    named = {
+        "model": {"class_path": f"{module}.Model", "init_args": {"width": 7}},
+        "data": {"class_path": f"{module}.BoringDataModule"},
+    }
+    code, report = estimate(capsys, named, "--device-memory", "40GiB")
+    assert code == 0
+    assert report["estimate"]["total_parameters"] == 33 * 9
+    arguments = [
+        "--model",
+        f"{module}.Model",
+        "--data",
+        f"{module}.BoringDataModule",
+        "--device-memory",
+        "40GiB",
+    ]
+    assert estimate(capsys, {"model": {"width": 7}}, *arguments)[1]["estimate"] == report["estimate"]
+
+
+def test_file_with_subcommand_and_overrides(program, capsys):
+    config = {"fit": {"trainer": GPU, "model": {"width": 5}}}
+    arguments = ["--cli", "prog:MyCLI", "--device-memory", "1GiB", "--", "--trainer.precision=64-true"]
+    code, report = estimate(capsys, config, *arguments)
+    assert code == 0
+    assert report["estimate"]["precision"] == "64-true"
+
+
+@pytest.mark.parametrize(
+    ("memory", "margin", "code", "status"),
+    [("1GiB", "0.05", 0, "fits"), ("1KiB", "0.05", 3, "overflow"), ("1GiB", "0.999999", 4, "tight")],
+)
+def test_exit_codes_follow_the_verdict(program, capsys, memory, margin, code, status):
+    arguments = ["--cli", "prog:MyCLI", "--device-memory", memory, "--safety-margin", margin, "--no-remedies"]
+    found, report = estimate(capsys, {"trainer": {"accelerator": "cpu"}}, *arguments)
+    assert (found, report["verdict"]["status"]) == (code, status)
+
+
+def test_overflow_comes_with_remedies(program, capsys):
+    config = {"model": {"width": 300}, "optimizer": {"class_path": "torch.optim.AdamW"}}
+    code, report = estimate(capsys, config, "--cli", "prog:MyCLI", "--device-memory", "1KiB")
+    assert code == 3
+    assert report["remedies"]
+    assert all(r["saving_bytes"] > 0 for r in report["remedies"])
+
+
+def test_optimizer_of_the_configuration_replaces_the_modules(program, capsys):
+    def states(config):
+        arguments = ["--cli", "prog:MyCLI", "--device-memory", "1GiB"]
+        report = estimate(capsys, {"trainer": {"accelerator": "cpu"}, **config}, *arguments)[1]
+        return report["estimate"]["breakdown"]["optimizer_states_bytes"]
+
+    assert states({}) == 0
+    parameters = 33 * (3 + 2)
+    # Two moments a parameter, and a 4-byte step count for each of the four tensors.
+    assert states({"optimizer": {"class_path": "torch.optim.AdamW"}}) == 4 * (2 * parameters + 4)
+
+
+def test_undetermined_fails_closed(program, capsys):
+    code, report = estimate(capsys, {}, "--cli", "prog:MyCLI")
+    assert (code, report["verdict"]["status"]) == (5, "undetermined")
+    assert "--device-memory" in report["verdict"]["reason"]
+    reads = {"model": {"class_path": "prog.Reads"}, "data": {"class_path": "prog.BoringDataModule"}}
+    code, report = estimate(capsys, reads, "--device-memory", "1GiB")
+    assert (code, report["estimate"]) == (5, None)
+    assert "prog.py" in report["verdict"]["reason"]
+    code, report = estimate(
+        capsys, {"trainer": {"strategy": "fsdp"}}, "--cli", "prog:MyCLI", "--device-memory", "1KiB"
+    )
+    assert code == 5
+    assert "sharded" in report["verdict"]["reason"]
+
+
+def test_settings_of_a_preflight_in_the_configuration_count(program, capsys):
+    preflight = {
+        "class_path": "lightning_memprec.MemoryPreflight",
+        "init_args": {"device": "T4-16GB", "safety_margin": 0.25, "batch_spec": "float32[5, 32]"},
+    }
+    config = {"trainer": {"callbacks": [preflight]}}
+    code, report = estimate(capsys, config, "--cli", "prog:MyCLI")
+    assert code == 0
+    assert report["estimate"]["device"] == "T4-16GB"
+    assert report["verdict"]["safety_margin"] == 0.25
+
+
+def test_described_batch_needs_no_data(program, capsys):
+    config = {"model": {"class_path": "prog.Model"}}
+    arguments = ["--device-memory", "1GiB", "--batch-spec", "float32[16, 32]"]
+    code, report = estimate(capsys, config, *arguments)
+    assert code == 0
+    assert report["estimate"]["breakdown"]["inputs_bytes"] == 16 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ("- 1", [], "holds no settings"),
+        ("a: [", [], "Cannot read the configuration"),
+        ({}, ["--cli", "prog:Missing"], "prog.Missing"),
+        ({}, ["--cli", "prog:nothing"], "made no LightningCLI"),
+        ({"model": {"class_path": "nowhere.Model"}}, [], "nowhere.Model"),
+        ({"model": {"height": 3}}, ["--cli", "prog:MyCLI"], "does not fit this LightningCLI"),
+        ({}, ["--cli", "prog:MyCLI", "--device", "H900"], "H900"),
+        ({}, ["--cli", "prog:MyCLI", "--device-memory", "24 gigs"], "24 gigs"),
+        ({}, ["--cli", "prog:MyCLI", "--safety-margin", "2"], "safety_margin"),
+        ({}, ["--cli", "prog:MyCLI", "--batch-spec", "floaty[2]"], "floaty"),
+    ],
+)
+def test_bad_usage_exits_with_2_and_says_why(program, capsys, config, arguments, message):
+    Path("run.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+    assert main(["estimate", "--config", "run.yaml", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_file(program, capsys):
+    assert main(["estimate", "--config", "absent.yaml"]) == 2
+    assert "absent.yaml" in capsys.readouterr().err
+
+
+def test_missing_jsonargparse_names_the_extra(program, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    Path("run.yaml").write_text("model: {}")
+    assert main(["estimate", "--config", "run.yaml"]) == 2
+    assert "lightning-memprec[cli]" in capsys.readouterr().err
+
+
+def test_examples(capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    code = main(["estimate", "--config", "eight_gpus.yaml", "--device", "A100-80GB"])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "1.61B parameters, bf16-mixed on A100-80GB" in out
+    assert "FITS" in out
+    code = main(["estimate", "--config", "run.yaml", "--cli", "train:main", "--device-memory", "2MiB"])
+    out = capsys.readouterr().out
+    assert code == 3
+    assert "DOES NOT FIT" in out
+    assert "What would help" in out
+    assert torch.get_default_dtype() is torch.float32
