@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_memprec._errors import DataDependentError
 from lightning_memprec.memory._location import user_location
+from lightning_memprec.memory._sparse import SPARSE_HANDLERS
 
 if TYPE_CHECKING:
     from lightning_memprec.memory.trace import Recorder
@@ -45,8 +46,11 @@ def _item(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return recorder.scalar(args[0])
 
 
-def _equal(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return torch.equal(*(_require(recorder, tensor, func) for tensor in args[:2]))
+def _answer(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compare for real what is known."""
+    for tensor in args[:2]:
+        _require(recorder, tensor, func)
+    return recorder.run_real(func, args, kwargs)
 
 
 def _all_known(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,15 +178,18 @@ def _copy_(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _batch_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The schema does not say so, but training writes the running statistics.
-    for tensor in args[3:5]:
-        if tensor is not None:
-            recorder.known.forget(tensor)
+    if args[5]:
+        for tensor in args[3:5]:
+            if tensor is not None:
+                recorder.known.forget(tensor)
     return NotImplemented
 
 
 HANDLERS: dict[str, Handler] = {
+    **SPARSE_HANDLERS,
     "aten::_local_scalar_dense": _item,
-    "aten::equal": _equal,
+    "aten::equal": _answer,
+    "aten::allclose": _answer,
     "aten::nonzero": _all_known,
     "aten::_unique2": _all_known,
     "aten::_unique": _all_known,

@@ -67,6 +67,14 @@ def _blocked_weight_bytes(weight: Tensor, groups: int) -> int:
     return _dense_bytes(weight) // (per_group * inputs) * _up(per_group) * padded_inputs
 
 
+def _copy_bytes(tensor: Tensor, channels_last: bool) -> int:
+    """Bytes of `tensor.contiguous(memory_format=...)`, which copies nothing that lies so already."""
+    layout = torch.contiguous_format
+    if channels_last:
+        layout = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return 0 if tensor.is_contiguous(memory_format=layout) else _dense_bytes(tensor)
+
+
 def _source_bytes(data: Tensor) -> int:
     # The kernels of a network's first convolution read images of up to three channels as they are.
     return 0 if data.size(1) <= 3 else _blocked_bytes(data)
@@ -90,11 +98,13 @@ def _convolution(
         data, weight, None, stride, padding, dilation, transposed, output_padding, groups
     )
     weight_bytes = _blocked_weight_bytes(weight, groups)
-    if is_channels_last(data) or is_channels_last(weight):
-        yield weight_bytes + _dense_bytes(weight) + _dense_bytes(output)
+    channels_last = is_channels_last(data) or is_channels_last(weight)
+    copies = _copy_bytes(data, channels_last) + _copy_bytes(weight, channels_last)
+    if channels_last:
+        yield copies + weight_bytes + _dense_bytes(output)
         return
-    yield _source_bytes(data) + weight_bytes + _blocked_bytes(output)
-    yield _blocked_bytes(output) + _dense_bytes(output)
+    yield copies + _source_bytes(data) + weight_bytes + _blocked_bytes(output)
+    yield copies + _blocked_bytes(output) + _dense_bytes(output)
 
 
 def _convolution_backward(
@@ -113,19 +123,19 @@ def _convolution_backward(
     """The same copies, first for the gradient of the data, then for that of the weight."""
     if transposed or data.dim() < 3:
         return
-    data_bytes, weight_bytes = (
-        _dense_bytes(data) if output_mask[0] else 0,
-        _blocked_weight_bytes(weight, groups),
-    )
-    if is_channels_last(data) or is_channels_last(weight):
-        yield data_bytes + _dense_bytes(weight) + _channels_last_weight_gradient(weight, groups)
+    channels_last = is_channels_last(data) or is_channels_last(weight)
+    copies = sum(_copy_bytes(tensor, channels_last) for tensor in (grad, data, weight))
+    weight_bytes = _blocked_weight_bytes(weight, groups)
+    data_bytes = _dense_bytes(data) if output_mask[0] else 0
+    if channels_last:
+        yield copies + data_bytes + _channels_last_weight_gradient(weight, groups)
         return
     if output_mask[0]:
-        yield _blocked_bytes(grad) + weight_bytes + _blocked_bytes(data)
-        yield _blocked_bytes(data) + data_bytes
+        yield copies + _blocked_bytes(grad) + weight_bytes + _blocked_bytes(data)
+        yield copies + _blocked_bytes(data) + data_bytes
     if output_mask[1]:
-        yield data_bytes + _source_bytes(data) + _blocked_bytes(grad) + weight_bytes
-        yield data_bytes + weight_bytes + _dense_bytes(weight)
+        yield copies + data_bytes + _source_bytes(data) + _blocked_bytes(grad) + weight_bytes
+        yield copies + data_bytes + weight_bytes + _dense_bytes(weight)
 
 
 def _channels_last_weight_gradient(weight: Tensor, groups: int) -> int:
@@ -148,7 +158,8 @@ def _channels_last_weight_gradient(weight: Tensor, groups: int) -> int:
 
 def _batch_norm_backward(grad: Tensor, data: Tensor, *rest: Any) -> Iterable[int]:
     # `batch_norm_backward_cpu_template` makes the data's gradient twice where both layouts agree.
-    if rest[-1][0] and grad.is_contiguous() and data.is_contiguous():
+    contiguous = grad.is_contiguous() and data.is_contiguous()
+    if rest[-1][0] and (contiguous or (is_channels_last(grad) and is_channels_last(data))):
         yield 2 * _dense_bytes(data)
 
 
@@ -164,7 +175,36 @@ def _layer_norm_backward(grad: Tensor, data: Tensor, *rest: Any) -> Iterable[int
         yield copies + _dense_bytes(data)
 
 
+# -- fused attention: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp ----------------------------------
+
+
+def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """Return rows and columns of the scores that one thread holds (`flash_attention_kernel_impl`)."""
+    length = query.size(2)
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.size(2))
+
+
+def _attention(query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Iterable[int]:
+    """Scores, two sums a row and the output of a tile in float32, beside output and log-sum-exp."""
+    rows, columns = _attention_tile(query, key)
+    per_thread = 4 * rows * (columns + 2 + query.size(3))
+    if query.element_size() < 4:
+        per_thread += rows * columns * query.element_size()
+    yield torch.get_num_threads() * per_thread + _dense_bytes(query) + 4 * query[..., 0].numel()
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Iterable[int]:
+    """Scores of a tile and their gradient, beside the three gradients; the output's gradient made dense."""
+    rows, columns = _attention_tile(query, key)
+    element = 4 + (query.element_size() if query.element_size() < 4 else 0)
+    others = _dense_bytes(query) + 2 * _dense_bytes(key) + _copy_bytes(grad.transpose(1, 2), False)
+    yield torch.get_num_threads() * 2 * rows * columns * element + others
+
+
 _RULES: dict[OpOverload, _Rule] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,

@@ -28,7 +28,7 @@ from lightning_memprec.memory.meta_copy import meta_copy, move_to_meta
 from lightning_memprec.memory.modules import track_modules
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import PrecisionPolicy, resolve_precision
-from lightning_memprec.memory.redirect import DeviceRedirect, no_device_calls
+from lightning_memprec.memory.redirect import DeviceRedirect, modules_moved_back, no_device_calls
 from lightning_memprec.memory.result import MemoryEstimate
 from lightning_memprec.memory.trace import Recorder
 
@@ -176,6 +176,7 @@ def _trace(plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None)
         if not on_cpu:
             stack.enter_context(cuda_optimizer_defaults())
         stack.enter_context(no_device_calls(capability))
+        stack.enter_context(modules_moved_back())
         stack.enter_context(autocast)
         stack.enter_context(_SEMANTICS.active())
         stack.enter_context(redirect)

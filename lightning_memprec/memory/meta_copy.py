@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType
@@ -16,7 +17,7 @@ from lightning_memprec._errors import TraceError
 
 __all__ = ["meta_copy", "move_to_meta"]
 
-# Attributes larger than this are shared with the original rather than copied: they are data, not state.
+# Arrays larger than this are shared with the original rather than copied: they are data, not state.
 _MAX_COPIED_ARRAY_BYTES = 1024**2
 
 
@@ -25,9 +26,9 @@ def meta_copy(
 ) -> nn.Module:
     """Deep-copy a module so that every tensor of the copy lies on ``meta``.
 
-    Tied parameters stay tied. Datasets, loaders, large arrays and attributes that refuse to be copied (locks,
-    open files) are shared, random generators are cloned. Functions that close over modules or tensors (a hook, a
-    lambda that uses ``self``) are rebuilt around the copies.
+    Tied parameters stay tied. Datasets, loaders, large arrays (read-only then) and attributes that refuse to be
+    copied (locks, open files) are shared, random generators are cloned. Functions that close over modules or
+    tensors (a hook, a lambda that uses ``self``) are rebuilt around the copies.
 
     Args:
         module: Module to copy.
@@ -41,8 +42,7 @@ def meta_copy(
         TraceError: If some attribute refuses to be copied.
     """
     memo: dict[int, Any] = {id(item): item for item in shared}
-    memo.update(_shared_attributes(module))
-    with _tensors_copied_by(twin):
+    with _copied_by(twin):
         try:
             try:
                 return copy.deepcopy(module, dict(memo))
@@ -63,20 +63,7 @@ def move_to_meta(module: nn.Module, twin: Callable[[Tensor], Tensor]) -> None:
         for store in (child._parameters, child._buffers):
             for name, tensor in store.items():
                 if tensor is not None and not tensor.is_meta:
-                    store[name] = _copy_tensor(tensor, memo, twin)
-
-
-def _shared_attributes(module: nn.Module) -> dict[int, Any]:
-    shared: dict[int, Any] = {}
-    data = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler)
-    for child in module.modules():
-        for value in vars(child).values():
-            if isinstance(value, torch.Generator):
-                shared[id(value)] = value.clone_state()
-            elif isinstance(value, data) or getattr(value, "nbytes", 0) > _MAX_COPIED_ARRAY_BYTES:
-                if not isinstance(value, (Tensor, nn.Module)):
-                    shared[id(value)] = value
-    return shared
+                    store[name] = _copy_tensor(tensor, memo, twin)  # type: ignore[assignment]
 
 
 def _uncopyable_attributes(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
@@ -124,39 +111,89 @@ def _copy_tensor(tensor: Tensor, memo: dict[int, Any], twin: Callable[[Tensor], 
     if known is not None:
         return known  # type: ignore[no-any-return]
     copied: Tensor
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):  # type: ignore[attr-defined]
         copied = type(tensor)(tensor.requires_grad, device="meta", dtype=tensor.data.dtype)  # type: ignore[call-arg]
     elif isinstance(tensor, nn.Parameter):
         data = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")  # type: ignore[arg-type]
-        copied = nn.Parameter(data, requires_grad=tensor.requires_grad)
-        vars(copied).update(vars(tensor))
+        if isinstance(tensor, nn.Parameter) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            # Modules ask for the classes of quantized weights.
+            copied = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+        else:
+            copied = nn.Parameter(data, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied
+        vars(copied).update(copy.deepcopy(vars(tensor), memo))
+        _copy_hooks(tensor, copied, memo)
     else:
         copied = twin(tensor.detach().as_subclass(Tensor)).requires_grad_(tensor.requires_grad)  # type: ignore[arg-type]
     memo[id(tensor)] = copied
     return copied
 
 
-@contextmanager
-def _tensors_copied_by(twin: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Make ``copy.deepcopy`` turn every tensor it meets into its meta twin.
+def _copy_hooks(parameter: nn.Parameter, copied: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Keep hooks on gradients: one may step an optimizer and free the gradient during backward."""
+    for hooks, register in (
+        (parameter._backward_hooks, copied.register_hook),
+        (parameter._post_accumulate_grad_hooks, copied.register_post_accumulate_grad_hook),
+    ):
+        for hook in (hooks or {}).values():
+            register(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
 
-    A memo alone would do for parameters and buffers, but tensors also hide in containers and plain objects, and
-    tensors inside a graph refuse to be deep-copied at all.
+
+@contextmanager
+def _copied_by(twin: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Make ``copy.deepcopy`` turn every tensor it meets into its meta twin, and share data.
+
+    A memo alone would do for parameters and buffers, but tensors and data also hide in containers and plain
+    objects, and tensors inside a graph refuse to be deep-copied at all.
     """
 
-    def deepcopy(self: Tensor, memo: dict[int, Any]) -> Tensor:
+    def copy_tensor(self: Tensor, memo: dict[int, Any]) -> Tensor:
         return _copy_tensor(self, memo, twin)
 
-    copiers = copy._deepcopy_dispatch  # type: ignore[attr-defined]
-    copy_function = copiers[FunctionType]
-    classes = (Tensor, nn.Parameter, nn.parameter.UninitializedParameter)
-    saved = [(cls, cls.__deepcopy__) for cls in classes]
-    for cls in classes:
-        cls.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
-    copiers[FunctionType] = _copy_function
+    data = torch.utils.data
+    methods: dict[Any, Callable[..., Any]] = {
+        **dict.fromkeys((Tensor, *_with_their_own_copy(nn.Parameter)), copy_tensor),
+        **dict.fromkeys((data.Dataset, data.DataLoader, data.Sampler), lambda self, memo: self),
+    }
+    functions: dict[Any, Callable[..., Any]] = {
+        FunctionType: _copy_function,
+        torch.Generator: lambda generator, memo: generator.clone_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        functions[numpy.ndarray] = _copy_array
+    dispatch: dict[Any, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    # Only what a class defines itself is put back: the others inherit again.
+    saved_methods = {cls: vars(cls).get("__deepcopy__") for cls in methods}
+    saved_functions = {cls: dispatch.get(cls) for cls in functions}
     try:
+        for cls, method in methods.items():
+            cls.__deepcopy__ = method
+        dispatch.update(functions)
         yield
     finally:
-        copiers[FunctionType] = copy_function
-        for cls, original in saved:
-            cls.__deepcopy__ = original  # type: ignore[method-assign]
+        for cls, saved in saved_methods.items():
+            if saved is None:
+                del cls.__deepcopy__
+            else:
+                cls.__deepcopy__ = saved
+        for cls, saved in saved_functions.items():
+            if saved is None:
+                del dispatch[cls]
+            else:
+                dispatch[cls] = saved
+
+
+def _with_their_own_copy(cls: type) -> set[type]:
+    """Return a class and its descendants, as far as they define how they are copied."""
+    own = {cls} if "__deepcopy__" in vars(cls) else set()
+    children: list[type] = cls.__subclasses__()
+    return own.union(*(_with_their_own_copy(child) for child in children))
+
+
+def _copy_array(array: Any, memo: dict[int, Any]) -> Any:
+    if array.nbytes <= _MAX_COPIED_ARRAY_BYTES:
+        return array.__deepcopy__(memo)
+    view = array.view()
+    view.flags.writeable = False
+    return view

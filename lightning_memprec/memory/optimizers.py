@@ -147,7 +147,9 @@ def steppable(
             )
         )
         if tensor.dtype is torch.bool:
-            return False  # Optimizers ask for what is out of the ordinary: `norm == 0`, `isnan`, `norm > limit`.
+            return (
+                False  # Optimizers ask for what is out of the ordinary: `norm == 0`, `isnan`, `norm > limit`.
+            )
         return tensor.new_full((), float("nan") if is_lbfgs else 1.0, device="cpu").item()
 
     def evaluate() -> Any:

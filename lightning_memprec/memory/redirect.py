@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -16,7 +17,7 @@ from lightning_memprec._errors import DataDependentError
 from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory.known import KnownValues
 
-__all__ = ["DeviceRedirect", "no_device_calls"]
+__all__ = ["DeviceRedirect", "modules_moved_back", "no_device_calls"]
 
 _META = torch.device("meta")
 
@@ -29,6 +30,15 @@ _DEVICE_CALLS: dict[str, Callable[..., Any]] = {
     "set_device": lambda *args, **kwargs: None,
     "reset_peak_memory_stats": lambda *args, **kwargs: None,
     "current_device": lambda: 0,
+    "device": lambda *args, **kwargs: nullcontext(),
+    "device_of": lambda *args, **kwargs: nullcontext(),
+    # Seeding queues itself for the day the device is started, and a checkpoint saves the device's generator.
+    "manual_seed": lambda *args, **kwargs: None,
+    "manual_seed_all": lambda *args, **kwargs: None,
+    "seed": lambda *args, **kwargs: None,
+    "seed_all": lambda *args, **kwargs: None,
+    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+    "set_rng_state": lambda *args, **kwargs: None,
 }
 
 
@@ -40,9 +50,12 @@ def no_device_calls(compute_capability: tuple[int, int]) -> Iterator[None]:
     no birth and no death.
 
     Args:
-        compute_capability: What ``torch.cuda.get_device_capability`` answers inside the block.
+        compute_capability: What ``torch.cuda.get_device_capability`` and ``is_bf16_supported`` answer inside.
     """
     patches: list[tuple[Any, str, Any]] = [(torch.cuda, name, call) for name, call in _DEVICE_CALLS.items()]
+    # As in torch, emulation counts unless it is asked not to.
+    supports_bf16 = lambda including_emulation=True: including_emulation or compute_capability >= (8, 0)  # noqa: E731
+    patches.append((torch.cuda, "is_bf16_supported", supports_bf16))
     patches.append((torch.cuda, "get_device_capability", lambda device=None: compute_capability))
     triton = sys.modules.get("triton.runtime.jit")
     if triton is not None:
@@ -57,6 +70,52 @@ def no_device_calls(compute_capability: tuple[int, int]) -> Iterator[None]:
     finally:
         for target, name, original in saved:
             setattr(target, name, original)
+
+
+@contextmanager
+def modules_moved_back() -> Iterator[None]:
+    """Undo what ``module.to(device)`` does, in a trace, to modules with real tensors outside the traced copy.
+
+    A step may use a module that it finds in a global or a closure, and move it to the device first: inside the
+    trace that would put the user's own weights on ``meta``.
+    """
+    apply = nn.Module._apply
+    restore: list[Callable[[], None]] = []
+
+    def saving_apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if any(
+            t is not None and not t.is_meta for t in (*module._parameters.values(), *module._buffers.values())
+        ):
+            restore.append(_put_back(module))
+        return apply(module, *args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+    nn.Module._apply = saving_apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+        for undo in reversed(restore):
+            undo()
+
+
+def _put_back(module: nn.Module) -> Callable[[], None]:
+    """Return what gives a module its present tensors again; the module is not kept alive."""
+    reference = weakref.ref(module)
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    contents = [(p, p.data, p.grad) for p in parameters.values() if p is not None]
+
+    def undo() -> None:
+        alive = reference()
+        if alive is not None:
+            for parameter, data, grad in contents:
+                parameter.grad = None
+                parameter.data, parameter.grad = data, grad
+            alive._parameters.update(parameters)
+            alive._buffers.update(buffers)
+
+    weakref.finalize(module, contents.clear)
+    weakref.finalize(module, parameters.clear)
+    return undo
 
 
 class DeviceRedirect(TorchFunctionMode):
@@ -87,6 +146,7 @@ class DeviceRedirect(TorchFunctionMode):
             Tensor.tolist: self._read,
             Tensor.numpy: self._read,
             Tensor.__array__: self._read,
+            Tensor.new: self._new,
             Tensor.new_tensor: self._new_tensor,
             torch.tensor: self._from_data,
             torch.as_tensor: self._from_data,
@@ -129,6 +189,12 @@ class DeviceRedirect(TorchFunctionMode):
         to_meta = device == _META or (device is None and self._default)
         real: Tensor = func(*args, **{k: v for k, v in kwargs.items() if k != "device" or not to_meta})
         return real.to(_META) if to_meta and not real.is_meta else real
+
+    def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if args[0].layout is torch.sparse_coo and args[0].is_meta:
+            # `torch.optim.SparseAdam` builds sparse tensors so; the old constructor knows no `meta`.
+            return torch.sparse_coo_tensor(*args[1:], device=_META, check_invariants=False)
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _new_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         like, *args = args  # type: ignore[assignment]

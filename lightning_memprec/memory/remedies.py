@@ -113,7 +113,7 @@ def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
     yield _Change(
         "activation_checkpointing",
         "activation checkpointing",
-        "model.gradient_checkpointing_enable() (transformers) or model.set_grad_checkpointing() (timm)",
+        _checkpointing_line(plan.module),
         "20 to 30 % more time a step",
         _with_checkpointing,
     )
@@ -131,7 +131,7 @@ def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
         yield _Change(
             "master_weights",
             "half-precision weights with FP32 masters",
-            f'Trainer(precision="{half}-true") with an optimizer that keeps FP32 masters',
+            f'Trainer(precision="{half}-true") and an optimizer that keeps FP32 masters',
             "forward and backward in half precision",
             lambda p: replace(p, precision=f"{half}-master"),
         )
@@ -188,7 +188,7 @@ def _micro_batch(plan: TrainingPlan, size: int, budget_bytes: int) -> _Change:
         "micro_batch",
         f"a micro-batch of {micro} with {accumulate} accumulation steps",
         f"batch_size={micro}, Trainer(accumulate_grad_batches={accumulate})",
-        "same effective batch, smaller kernels",
+        "same effective batch in more, smaller steps",
         lambda p: replace(_with_batch(replace(p, batch=plan.batch), size, micro), accumulate_grad_batches=2),
     )
 
@@ -203,18 +203,27 @@ def _with_checkpointing(plan: TrainingPlan) -> TrainingPlan:
     return replace(plan, prepare=prepare)
 
 
+def _checkpointing_switches(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the call, as text and as a callable, that switches on each submodule's own checkpointing."""
+    for name, child in module.named_modules():
+        # transformers' models, then timm's.
+        for switch in ("gradient_checkpointing_enable", "set_grad_checkpointing"):
+            enable = getattr(child, switch, None)
+            if callable(enable) and getattr(child, "supports_gradient_checkpointing", True):
+                yield f"self.{name}.{switch}()" if name else f"model.{switch}()", enable
+                break
+
+
+def _checkpointing_line(module: Any) -> str:
+    first = next(_checkpointing_switches(module), None) if isinstance(module, nn.Module) else None
+    return "the model's `gradient_checkpointing_enable()`" if first is None else first[0]
+
+
 def _enable_checkpointing(module: nn.Module) -> bool:
-    """Switch on the checkpointing that transformers' and timm's models offer."""
-    enabled = False
-    for child in module.modules():
-        if callable(enable := getattr(child, "gradient_checkpointing_enable", None)):
-            if getattr(child, "supports_gradient_checkpointing", True):
-                enable()
-                enabled = True
-        elif callable(enable := getattr(child, "set_grad_checkpointing", None)):
-            enable()
-            enabled = True
-    return enabled
+    switches = list(_checkpointing_switches(module))
+    for _, enable in switches:
+        enable()
+    return bool(switches)
 
 
 def _eight_bit(optimizer: Optimizer) -> Optimizer:

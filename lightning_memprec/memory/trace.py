@@ -395,11 +395,14 @@ class Recorder(TorchDispatchMode):
         if real is None:
             return
         for meta_out, real_out in zip(outputs, _flat_tensors([real]), strict=True):
-            if meta_out.is_meta and meta_out.layout is torch.strided and meta_out not in self.known:
+            is_new = meta_out.is_meta and meta_out.layout is torch.strided and meta_out not in self.known
+            if is_new and meta_out.shape == real_out.shape:  # Batch norm's statistics differ by device.
                 self.known.remember(meta_out, real_out)
 
     def run_real(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run an operator on the known contents of its arguments; ``None`` if that fails."""
+        """Run an operator on the known contents of its arguments; ``None`` if one is unknown or it fails."""
+        if any(t.is_meta and t not in self.known for t in _flat_tensors([*args, *kwargs.values()])):
+            return None
         real_kwargs = dict(kwargs)
         if real_kwargs.get("device") is not None:
             real_kwargs["device"] = "cpu"

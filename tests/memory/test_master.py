@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memprec.memory.estimate import estimate_memory
+from lightning_memprec.memory.master import MasterWeights
+from lightning_memprec.memory.trace import Recorder
+
+
+def half_model():
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)).to("meta", torch.bfloat16)
+    model[1].float()  # A part kept in FP32 needs no master.
+    return model
+
+
+def masters_of(model, recorder, optimizer=torch.optim.Adam):
+    made = optimizer(model.parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
+    return made, MasterWeights([made], recorder, names)
+
+
+def test_half_parameters_get_fp32_masters_and_others_stay():
+    model = half_model()
+    with Recorder() as recorder:
+        optimizer, _ = masters_of(model, recorder)
+    parameters = optimizer.param_groups[0]["params"]
+    assert [p.dtype for p in parameters] == [torch.float32] * 4
+    assert parameters[2] is model[1].weight
+    assert parameters[0] is not model[0].weight
+    assert [p.shape for p in parameters] == [p.shape for p in model.parameters()]
+    masters = [(s.category, s.owner, s.size_bytes) for s in recorder.events.storages]
+    assert masters == [("optimizer states", "0.weight", 4 * 32), ("optimizer states", "0.bias", 4 * 8)]
+
+
+def test_frozen_half_parameters_keep_their_flag():
+    model = half_model()
+    model[0].bias.requires_grad_(False)
+    with Recorder() as recorder:
+        optimizer, _ = masters_of(model, recorder)
+    assert [p.requires_grad for p in optimizer.param_groups[0]["params"]] == [True, False, True, True]
+
+
+def test_gradients_move_to_the_masters_and_back_come_the_weights():
+    model = half_model()
+    with Recorder() as recorder:
+        for name, parameter in model.named_parameters():
+            recorder.mark(parameter, "parameters", name)
+        optimizer, masters = masters_of(model, recorder)
+        model[0](torch.empty(2, 4, dtype=torch.bfloat16, device="meta")).sum().backward()
+        masters.take_gradients(optimizer)
+        assert all(p.grad is None for p in model[0].parameters())
+        master = optimizer.param_groups[0]["params"][0]
+        assert (master.grad.dtype, master.grad.shape) == (torch.float32, (8, 4))
+        optimizer.step()
+        assert optimizer.state[master]["exp_avg"].dtype is torch.float32
+        births = len(recorder.events.storages)
+        masters.write_back(optimizer)
+        assert len(recorder.events.storages) == births  # A copy in place makes nothing.
+        model[0].weight.grad = torch.zeros_like(model[0].weight)
+        masters.zero_grad()
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "16-master"])
+def test_masters_cost_what_the_recipe_says(precision):
+    # 2 (half) + 2 (half gradient) + 12 (master and two moments) bytes a parameter while backward runs.
+    model, batch = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]), torch.randn(1, 256)
+    numel = 8 * 256 * 256
+    estimate = estimate_memory(
+        model, batch, loss=lambda m, b: m(b).sum(), optimizer=lambda p: torch.optim.Adam(p, fused=True),
+        precision=precision, device="cuda",
+    )  # fmt: skip
+    peaks = {(p.name, p.step): p.peak_allocated_bytes for p in estimate.phases}
+    small = 64 * 1024
+    assert 0 <= peaks["backward", 0] - (2 + 2 + 4) * numel <= small
+    assert 0 <= peaks["backward", 1] - (2 + 2 + 12) * numel <= small
+    # In the step the gradients are FP32 too, and each half one goes as its FP32 twin comes.
+    assert 0 <= peaks["optimizer_step", 1] - (2 + 4 + 12) * numel <= 2 * 256 * 256 + small

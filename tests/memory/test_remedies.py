@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memprec.memory.estimate import estimate_plan
+from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.remedies import suggest_remedies
+
+
+class Deep(nn.Module):
+    """Blocks that can be checkpointed as timm's models can."""
+
+    def __init__(self, width=128, depth=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
+            for _ in range(depth)
+        )
+        self.checkpointing = False
+
+    def set_grad_checkpointing(self, enable=True):
+        self.checkpointing = enable
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return x.sum()
+
+
+def plan_of(module=None, batch=512, optimizer=torch.optim.AdamW, **arguments):
+    return TrainingPlan(
+        module=module or Deep(),
+        batch=torch.randn(batch, 128),
+        optimizer=optimizer,
+        device="cuda",
+        **arguments,
+    )
+
+
+def remedies_of(plan, capacity_bytes=1, **arguments):
+    estimate = estimate_plan(plan)
+    return estimate, {r.name: r for r in suggest_remedies(plan, estimate, capacity_bytes, **arguments)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "names"),
+    [
+        # Where activations make the peak, and where the optimizer's step does.
+        (512, {"micro_batch", "activation_checkpointing", "mixed_precision", "master_weights"}),
+        (8, {"fused_optimizer", "eight_bit_optimizer"}),
+    ],
+)
+def test_every_known_remedy_is_tried_and_saves(batch, names):
+    estimate, remedies = remedies_of(plan_of(batch=batch))
+    assert set(remedies) >= names
+    for remedy in remedies.values():
+        assert remedy.saving_bytes == estimate.peak_device_bytes - remedy.peak_device_bytes > 0
+        assert remedy.basis == "traced"
+        assert remedy.how
+        assert remedy.description
+
+
+def test_a_remedys_need_is_that_of_the_changed_run():
+    plan = plan_of()
+    checkpointed = Deep()
+    checkpointed.set_grad_checkpointing()
+    small = replace(plan, batch=plan.batch[:8])
+    for changed_plan, name, changed in [
+        (plan, "mixed_precision", {"precision": "bf16-mixed"}),
+        (plan, "activation_checkpointing", {"module": checkpointed}),
+        (plan, "master_weights", {"precision": "bf16-master"}),
+        (small, "fused_optimizer", {"optimizer": lambda params: torch.optim.AdamW(params, fused=True)}),
+    ]:
+        expected = estimate_plan(replace(changed_plan, **changed)).peak_device_bytes
+        assert remedies_of(changed_plan)[1][name].peak_device_bytes == expected
+
+
+def test_the_largest_micro_batch_that_fits_is_found():
+    plan = plan_of(batch=512, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    need = {
+        size: estimate_plan(
+            replace(plan, batch=plan.batch[:size], accumulate_grad_batches=2)
+        ).peak_device_bytes
+        for size in (256, 128, 64)
+    }
+    _, remedies = remedies_of(plan, capacity_bytes=(need[128] + need[256]) // 2)
+    remedy = remedies["micro_batch"]
+    assert remedy.fits
+    assert remedy.peak_device_bytes == need[128]
+    assert remedy.how == "batch_size=128, Trainer(accumulate_grad_batches=4)"
+
+
+def test_the_safety_margin_counts():
+    plan = plan_of()
+    need = estimate_plan(replace(plan, precision="bf16-mixed")).peak_device_bytes
+    assert remedies_of(plan, need)[1]["mixed_precision"].fits
+    assert not remedies_of(plan, need, safety_margin=0.1)[1]["mixed_precision"].fits
+
+
+def test_remedies_are_combined_when_none_is_enough():
+    plan = plan_of()
+    _, alone = remedies_of(plan)
+    best = min(r.peak_device_bytes for r in alone.values() if r.name != "combined")
+    combined = alone["combined"]
+    assert combined.peak_device_bytes < best
+    assert " and " in combined.description
+    assert not combined.fits  # One byte of capacity.
+    _, enough = remedies_of(plan, combined.peak_device_bytes)
+    assert enough["combined"].fits
+    _, single = remedies_of(plan, best)
+    assert "combined" not in single
+
+
+def test_what_cannot_apply_is_left_out():
+    plan = plan_of(
+        nn.Sequential(nn.Linear(128, 128)), batch=1, optimizer=torch.optim.RMSprop, precision="bf16-true"
+    )
+    _, remedies = remedies_of(replace(plan, loss=lambda module, batch: module(batch).sum()))
+    assert not {"micro_batch", "activation_checkpointing", "eight_bit_optimizer", "mixed_precision"} & set(
+        remedies
+    )
+
+
+def test_remedies_leave_module_and_batch_alone():
+    plan = plan_of()
+    batch, weights = plan.batch.clone(), [p.clone() for p in plan.module.parameters()]
+    remedies_of(plan)
+    assert torch.equal(plan.batch, batch)
+    assert all(torch.equal(a, b) for a, b in zip(weights, plan.module.parameters(), strict=True))
+    assert not plan.module.checkpointing
+
+
+LARGE = torch.empty(6, 4096, 128, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("batch", "read"),
+    [
+        (LARGE, lambda b: b),
+        ((LARGE, "text", None), lambda b: b[0]),
+        ({"x": LARGE, "weights": torch.ones(3), "labels": torch.ones(6)}, lambda b: b["x"]),
+        (lambda: LARGE, lambda b: b),
+    ],
+)
+def test_batches_are_cut_where_they_can_be(batch, read):
+    seen = set()
+
+    def loss(module, batch):
+        if isinstance(batch, dict):
+            assert batch["weights"].shape == (3,)
+            assert len(batch["labels"]) == len(batch["x"])
+        seen.add(len(read(batch)))
+        return module(read(batch))
+
+    _, remedies = remedies_of(replace(plan_of(loss=loss), batch=batch), capacity_bytes=1)
+    assert remedies["micro_batch"].how == "batch_size=1, Trainer(accumulate_grad_batches=6)"
+    assert seen == {6, 3, 1}
