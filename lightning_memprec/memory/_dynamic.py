@@ -103,6 +103,17 @@ def _pack_padded_sequence(
     return packed, batch_sizes
 
 
+def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The meta kernel takes half precision alone, though CPU and CUDA have a way for float32 too."""
+    left, right = args[:2]
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.ndim == right.ndim == 2:  # One product a group of the inner dimension.
+        groups = (args[2] if len(args) > 2 else kwargs["offs"]).shape[0]
+        return left.new_empty(groups, rows, columns)
+    groups = (left.shape[0],) if left.ndim == right.ndim == 3 else ()
+    return left.new_empty(*groups, rows, columns)
+
+
 def _ctc_loss(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """No meta kernel exists: losses ``(N,)`` and the alphas, ``(N, T, 2 S + 1)`` (aten/native/LossCTC.cpp)."""
     log_probs, _, _, target_lengths = args[:4]
@@ -201,6 +212,7 @@ HANDLERS: dict[str, Handler] = {
     "aten::index": _index,
     "aten::masked_select": _masked_select,
     "aten::_pack_padded_sequence": _pack_padded_sequence,
+    "aten::_grouped_mm": _grouped_mm,
     "aten::_ctc_loss": _ctc_loss,
     "aten::_ctc_loss_backward": _ctc_loss_backward,
     "aten::_is_all_true": _assertion,

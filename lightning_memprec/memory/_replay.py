@@ -78,7 +78,7 @@ def _layouts(out: Any, args: tuple[Any, ...]) -> Any:
     inputs = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
 
     def fresh(tensor: Any) -> bool:
-        return (
+        return bool(
             type(tensor) is Tensor
             and tensor.is_meta
             and tensor.layout is torch.strided

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from lightning_memprec.memory.events import MemoryEvents, StorageRecord
 from lightning_memprec.memory.result import Breakdown, ModuleMemory, PhasePeak, TimelinePoint
-from lightning_memprec.memory.trace import MemoryEvents, StorageRecord
 
 __all__ = ["Analysis", "analyse"]
 
@@ -25,7 +25,9 @@ class Analysis:
     timeline: tuple[TimelinePoint, ...]
 
 
-def analyse(events: MemoryEvents, *, granularity_bytes: int = 1, module_types: dict[str, str] | None = None) -> Analysis:
+def analyse(
+    events: MemoryEvents, *, granularity_bytes: int = 1, module_types: dict[str, str] | None = None
+) -> Analysis:
     """Find the peak of a trace and what it is made of.
 
     Args:
@@ -40,7 +42,9 @@ def analyse(events: MemoryEvents, *, granularity_bytes: int = 1, module_types: d
     phases = _phase_peaks(events, totals)
     in_phase = _phase_of(events, peak_event)
     peak_bytes = totals[peak_event] if totals else 0
-    alive = [k for k, s in enumerate(events.storages) if s.birth <= peak_event and not -1 < s.death <= peak_event]
+    alive = [
+        k for k, s in enumerate(events.storages) if s.birth <= peak_event and not -1 < s.death <= peak_event
+    ]
     forward_ends = _forward_ends(events)
     breakdown, by_module = _attribute(events, sizes, alive, forward_ends, module_types or {})
     return Analysis(
@@ -116,7 +120,9 @@ def _attribute(
         owner = record.owner.rpartition(".")[0] if record.owner is not None else events.modules[record.module]
         total[part] += sizes[index]
         modules[owner][part] += sizes[index]
-    by_module = [ModuleMemory(name, module_types.get(name, ""), Breakdown(**parts)) for name, parts in modules.items()]
+    by_module = [
+        ModuleMemory(name, module_types.get(name, ""), Breakdown(**parts)) for name, parts in modules.items()
+    ]
     by_module.sort(key=lambda m: (-m.breakdown.total_bytes, m.name))
     return Breakdown(**total), tuple(by_module)
 

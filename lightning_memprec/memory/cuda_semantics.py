@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from lightning_memprec.memory.cuda_attention import attention_kernel
 from lightning_memprec.memory.cuda_rnn import rnn_kernels
 from lightning_memprec.memory.interpose import Kernel
+from lightning_memprec.memory.layout import channels_last_convolution
 
 __all__ = ["cuda_kernels", "cuda_optimizer_defaults"]
 
@@ -49,6 +50,7 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> dict[OpOverloa
         aten.log_softmax.int: _make_softmax(aten._log_softmax.default),
         aten.rms_norm.default: _rms_norm,
         aten.lstm_cell.default: _lstm_cell,
+        aten.convolution.default: channels_last_convolution,
         **rnn_kernels(compute_capability),
     }
 

@@ -160,14 +160,20 @@ def _check(plan: TrainingPlan) -> None:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
     if plan.gradient_clip_algorithm not in ("norm", "value"):
-        raise ValueError(f"`gradient_clip_algorithm` must be 'norm' or 'value', got {plan.gradient_clip_algorithm!r}.")
+        raise ValueError(
+            f"`gradient_clip_algorithm` must be 'norm' or 'value', got {plan.gradient_clip_algorithm!r}."
+        )
     if not isinstance(plan.module, nn.Module) and not callable(plan.module):
-        raise TypeError(f"`module` must be an `nn.Module` or build one, got a `{type(plan.module).__name__}`.")
+        raise TypeError(
+            f"`module` must be an `nn.Module` or build one, got a `{type(plan.module).__name__}`."
+        )
 
 
-def _trace(plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None) -> tuple[Recorder, nn.Module, Any]:
+def _trace(
+    plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None
+) -> tuple[Recorder, nn.Module, Any]:
     on_cpu = plan.device == "cpu"
-    recorder = Recorder(kernel_allocations=cpu_kernel_allocations if on_cpu else None)
+    recorder = Recorder(cpu_kernel_allocations) if on_cpu else Recorder()
     redirect = DeviceRedirect("cpu" if on_cpu else "cuda", recorder.known)
     autocast = AutocastEmulation("cpu" if on_cpu else "cuda")
     capability = spec.compute_capability if spec is not None else _DEFAULT_COMPUTE_CAPABILITY
@@ -188,7 +194,6 @@ def _trace(plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None)
         for name, buffer in module.named_buffers():
             recorder.mark(buffer, "buffers", name)
         loop = TrainingLoop(plan, module, recorder, policy, autocast, redirect.device)
-        loop.attach()
         with track_modules(module, recorder) as names:
             recorder.events.modules = names
             loop.configure()

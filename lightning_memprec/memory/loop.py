@@ -11,10 +11,8 @@ so that the gradients of one step live through the next forward pass.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_memprec._errors import TraceError
 from lightning_memprec.memory.autocast import AutocastEmulation
+from lightning_memprec.memory.calling import call_with, default_loss, takes_index
 from lightning_memprec.memory.master import MasterWeights
-from lightning_memprec.memory.metrics import tolerate_metrics
 from lightning_memprec.memory.optimizers import (
     configured_optimizers,
     configured_schedulers,
@@ -34,59 +32,14 @@ from lightning_memprec.memory.optimizers import (
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import PrecisionPolicy
 from lightning_memprec.memory.result import Assumption
-from lightning_memprec.memory.stand_in import trainer_stand_in
+from lightning_memprec.memory.services import ModuleServices, TracedOptimizer
 from lightning_memprec.memory.trace import Recorder
+from lightning_memprec.memory.tree import map_tensors, tensors_in
 
-__all__ = ["TrainingLoop", "map_tensors"]
+__all__ = ["TrainingLoop"]
 
 # Parameters and gradients keep their names for what belongs to them.
 _FIXED = ("parameters", "buffers", "gradients")
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor in a tree of dictionaries, sequences and dataclasses."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        items = {key: map_tensors(function, value) for key, value in tree.items()}
-        if type(tree) is dict:
-            return items
-        try:
-            return type(tree)(items)  # type: ignore[call-arg]
-        except TypeError:
-            return items
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(function, item) for item in tree)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return replace(
-            tree, **{f.name: map_tensors(function, getattr(tree, f.name)) for f in fields(tree) if f.init}
-        )
-    return tree
-
-
-class _TracedOptimizer:
-    """What ``self.optimizers()`` gives under manual optimization: the optimizer, its step recorded."""
-
-    def __init__(self, optimizer: Optimizer, loop: TrainingLoop) -> None:
-        self.optimizer = optimizer
-        self._loop = loop
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        return self._loop.step_optimizer(self.optimizer, closure)
-
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        module = self._loop.module
-        module.toggle_optimizer(self)  # type: ignore[operator]
-        try:
-            yield
-        finally:
-            module.untoggle_optimizer(self)  # type: ignore[operator]
 
 
 class TrainingLoop:
@@ -124,31 +77,9 @@ class TrainingLoop:
         self.is_lightning = plan.loss is None and hasattr(module, "training_step")
         self.automatic = bool(getattr(module, "automatic_optimization", True)) or not self.is_lightning
         self.notes: list[Assumption] = []
-        self._logged: dict[str, Tensor] = {}
+        ModuleServices(self).attach()
 
     # -- setup ----------------------------------------------------------------------------------------
-
-    def attach(self) -> None:
-        """Give the copy the Trainer and the methods that a Trainer gives a module."""
-        module = self.module
-        tolerate_metrics(module, self.note)
-        if not hasattr(module, "training_step"):
-            return
-        trainer = self.plan.trainer if self.plan.trainer is not None else trainer_stand_in(self.plan)
-        for child in module.modules():
-            # LightningModules inside the module share its Trainer and device.
-            if hasattr(child, "_trainer"):
-                vars(child).update(
-                    _trainer=trainer, _device=self.device, log=self._log, log_dict=self._log_all
-                )
-        replaced: dict[str, Any] = {
-            "print": lambda *args, **kwargs: None,
-            "optimizers": self._get_optimizers,
-            "lr_schedulers": self._get_schedulers,
-            "manual_backward": lambda loss, *args, **kwargs: self.backward(loss, *args, **kwargs),
-            "clip_gradients": self._clip_gradients,
-        }
-        vars(module).update(replaced)
 
     def note(self, assumption: Assumption) -> None:
         """Keep an assumption, once."""
@@ -164,10 +95,8 @@ class TrainingLoop:
             )
         elif hasattr(module, "configure_optimizers"):
             configured = module.configure_optimizers()  # type: ignore[operator]
-            self.optimizers, self.schedulers = (
-                configured_optimizers(configured),
-                configured_schedulers(configured),
-            )
+            self.optimizers = configured_optimizers(configured)
+            self.schedulers = configured_schedulers(configured)
         if plan.adapt_optimizer is not None:
             self.optimizers = [plan.adapt_optimizer(optimizer) for optimizer in self.optimizers]
         if hasattr(module, "training_step") and hasattr(module._trainer, "optimizers"):
@@ -192,26 +121,12 @@ class TrainingLoop:
             )
         )
 
-    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, Tensor):
-            self._logged[name] = value.detach().clone()
-
-    def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        for name, value in values.items():
-            self._log(name, value)
-
-    def _get_optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        wrapped = [_TracedOptimizer(o, self) if use_pl_optimizer else o for o in self.optimizers]
-        return wrapped[0] if len(wrapped) == 1 else wrapped
-
-    def _get_schedulers(self) -> Any:
-        return self.schedulers[0] if len(self.schedulers) == 1 else self.schedulers or None
-
     # -- one step -------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run all steps of the plan."""
-        for self.step in range(self.plan.steps):
+        for step in range(self.plan.steps):
+            self.step = step
             for micro_batch in range(self.plan.accumulate_grad_batches):
                 self._micro_batch(micro_batch)
 
@@ -255,11 +170,8 @@ class TrainingLoop:
         return tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
 
     def _mark_inputs(self, batch: Any) -> Any:
-        def mark(tensor: Tensor) -> Tensor:
+        for tensor in tensors_in(batch):
             self.recorder.mark(tensor, "inputs")
-            return tensor
-
-        map_tensors(mark, dict(batch) if isinstance(batch, Mapping) else batch)
         return batch
 
     @contextmanager
@@ -284,9 +196,9 @@ class TrainingLoop:
             if self.plan.loss is not None:
                 return self.plan.loss(self.module, batch)
             if not self.is_lightning:
-                return _default_loss(_call_with(self.module, batch))
+                return default_loss(call_with(self.module, batch))
             training_step: Any = self.module.training_step
-            return training_step(batch, index) if _takes_index(training_step) else training_step(batch)
+            return training_step(batch, index) if takes_index(training_step) else training_step(batch)
 
     def _closure(self, batch: Any, index: int, micro_batch: int, outputs: list[Any]) -> Tensor | None:
         output = self._training_step(batch, index)
@@ -321,7 +233,7 @@ class TrainingLoop:
         self._hook("on_before_backward", loss)
         self.recorder.enter_phase("backward", self.step)
         if not self._hook("backward", loss, *args, **kwargs):
-            loss.backward(*args, **kwargs)
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._hook("on_after_backward")
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
@@ -337,7 +249,7 @@ class TrainingLoop:
                 return closure()
 
         if self.is_lightning and hasattr(self.module, "optimizer_step"):
-            self.module.optimizer_step(0, index, _TracedOptimizer(optimizer, self), lightning_closure)  # type: ignore[operator]
+            self.module.optimizer_step(0, index, TracedOptimizer(optimizer, self), lightning_closure)  # type: ignore[operator]
         else:
             self.step_optimizer(optimizer, lightning_closure)
 
@@ -372,14 +284,15 @@ class TrainingLoop:
             return
         value, algorithm = self.plan.gradient_clip_val, self.plan.gradient_clip_algorithm
         if not self._hook("configure_gradient_clipping", optimizer, value, algorithm):
-            self._clip_gradients(optimizer, value, algorithm)
+            self.clip_gradients(optimizer, value, algorithm)
 
-    def _clip_gradients(
+    def clip_gradients(
         self,
         optimizer: Any,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
+        """Clip the gradients of one optimizer, as ``LightningModule.clip_gradients`` does."""
         if gradient_clip_val is None or gradient_clip_val <= 0:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -408,34 +321,3 @@ class TrainingLoop:
                 if index is not None and storages[index].category not in _FIXED:
                     storages[index].category = "optimizer states"
                     storages[index].owner = self.names.get(id(parameter))
-
-
-def _takes_index(training_step: Callable[..., Any]) -> bool:
-    """Tell whether Lightning would pass ``batch_idx`` (``is_param_in_hook_signature(..., min_args=2)``)."""
-    parameters = inspect.signature(training_step).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return (
-        len(positional) >= 2
-        or any(p.name == "batch_idx" for p in parameters)
-        or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    )
-
-
-def _call_with(module: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return module(**batch)
-    if isinstance(batch, (list, tuple)):
-        return module(*batch)
-    return module(batch)
-
-
-def _default_loss(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    found: list[Tensor] = []
-    map_tensors(lambda t: (found.append(t), t)[1], dict(output) if isinstance(output, Mapping) else output)  # type: ignore[func-returns-value]
-    floating = [t.sum() for t in found if t.is_floating_point() and t.requires_grad]
-    if not floating:
-        raise TraceError("The module's output holds no differentiable tensor to train on. Pass `loss=`.")
-    return torch.stack(floating).sum() if len(floating) > 1 else floating[0]

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memprec._errors import MemPrecError
 from lightning_memprec.memory.estimate import estimate_plan
-from lightning_memprec.memory.loop import map_tensors
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import resolve_precision
 from lightning_memprec.memory.result import MemoryEstimate, Remedy
+from lightning_memprec.memory.tree import map_tensors, tensors_in
 
 __all__ = ["suggest_remedies"]
 
@@ -100,7 +100,13 @@ def _try(change: _Change, plan: TrainingPlan, need_bytes: int, budget_bytes: int
     if need_bytes - after < _WORTHWHILE * need_bytes:
         return None
     return Remedy(
-        change.name, change.description, change.how, after, need_bytes - after, after <= budget_bytes, cost=change.cost
+        change.name,
+        change.description,
+        change.how,
+        after,
+        need_bytes - after,
+        after <= budget_bytes,
+        cost=change.cost,
     )
 
 
@@ -154,14 +160,7 @@ def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
 
 def _batch_size(batch: Any) -> int | None:
     """Return the most common first dimension of the tensors in a batch."""
-    sizes: Counter[int] = Counter()
-
-    def count(tensor: Tensor) -> Tensor:
-        if tensor.ndim > 0:
-            sizes[tensor.shape[0]] += 1
-        return tensor
-
-    map_tensors(count, batch)
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim > 0)
     return sizes.most_common(1)[0][0] if sizes else None
 
 

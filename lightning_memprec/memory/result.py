@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from lightning_memprec.memory.trace import MemoryEvents
+    from lightning_memprec.memory.events import MemoryEvents
 
 __all__ = ["Assumption", "Breakdown", "MemoryEstimate", "ModuleMemory", "PhasePeak", "Remedy", "TimelinePoint"]
 

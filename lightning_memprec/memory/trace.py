@@ -7,10 +7,7 @@ constants alone (:mod:`~lightning_memprec.memory.known`).
 
 from __future__ import annotations
 
-import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,141 +16,25 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memprec._errors import DataDependentError, TraceError
-from lightning_memprec.memory import _dynamic
+from lightning_memprec.memory._dynamic import HOST_ARGUMENTS
 from lightning_memprec.memory._location import user_location
+from lightning_memprec.memory._operator import Operator, flat_tensors, map_arguments
 from lightning_memprec.memory._replay import MetaKernelCache
+from lightning_memprec.memory.events import Ledger, strided_parts
 from lightning_memprec.memory.known import KnownValues
 
-__all__ = ["MemoryEvents", "Recorder", "StorageRecord"]
+__all__ = ["Recorder"]
 
 _META = torch.device("meta")
 _MAX_KNOWN_NUMEL = 2**21
-_NO_EVENT = -1
 
 
-class StorageRecord:
-    """One storage: its size, where it was made, when it lived.
-
-    Attributes:
-        size_bytes: Bytes asked for, not rounded.
-        phase: Index into :attr:`MemoryEvents.phases` at birth.
-        module: Index into :attr:`MemoryEvents.modules` at birth.
-        grad_enabled: Whether autograd recorded at birth: tells recomputed activations from temporaries.
-        birth: Event at which it was born.
-        death: Event at which it died, or -1 while it lives.
-        category: Set by :meth:`Recorder.mark`; ``None`` is resolved by age.
-        owner: Name of the parameter it belongs to, for gradients and optimizer states.
-    """
-
-    __slots__ = ("birth", "category", "death", "grad_enabled", "module", "owner", "phase", "size_bytes")
-
-    def __init__(self, size_bytes: int, phase: int, module: int, grad_enabled: bool, birth: int) -> None:
-        self.size_bytes = size_bytes
-        self.phase = phase
-        self.module = module
-        self.grad_enabled = grad_enabled
-        self.birth = birth
-        self.death = _NO_EVENT
-        self.category: str | None = None
-        self.owner: str | None = None
-
-
-@dataclass
-class MemoryEvents:
-    """Everything a trace recorded.
-
-    Attributes:
-        storages: One record a storage, in order of birth.
-        order: Storage numbers, ``k`` for a birth and ``~k`` for a death, in order of time.
-        phases: ``(name, step, first event)`` of each phase, in order of time.
-        modules: Names of the modules that made storages; entry 0 is the root.
-    """
-
-    storages: list[StorageRecord] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
-    phases: list[tuple[str, int, int]] = field(default_factory=list)
-    modules: list[str] = field(default_factory=lambda: [""])
-
-
-class _StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference that knows which record and address it stands for."""
-
-    __slots__ = ("index", "key", "size_bytes")
-    index: int
-    key: int
-    size_bytes: int
-
-
-def _flat_tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            for item in arg:
-                if isinstance(item, Tensor):
-                    yield item
-
-
-def _map_tensors(function: Callable[[Tensor], Any], args: Iterable[Any]) -> list[Any]:
-    mapped: list[Any] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            mapped.append(function(arg))
-        elif isinstance(arg, (list, tuple)):
-            mapped.append(type(arg)(_map_tensors(function, arg)))
-        else:
-            mapped.append(arg)
-    return mapped
-
-
-class _Operator:
-    """What the recorder has to know of one operator overload; read from its schema once."""
-
-    __slots__ = (
-        "allocates",
-        "handler",
-        "only_allocates",
-        "resizes",
-        "uninitialised",
-        "writes_first",
-        "written",
-    )
-
-    def __init__(self, func: OpOverload) -> None:
-        schema = func._schema
-        returns = schema.returns
-        self.allocates = any(r.alias_info is None for r in returns)
-        self.written = [
-            (i, a.name)
-            for i, a in enumerate(schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        # An `out=` tensor or `resize_` may give an existing storage another size.
-        self.resizes = bool(self.written) and (
-            func._overloadname.endswith("out") or func._opname in ("resize_", "set_", "resize_as_")
-        )
-        self.only_allocates = (
-            not self.written and all(r.alias_info is None for r in returns) and bool(returns)
-        )
-        self.writes_first = (
-            [i for i, _ in self.written] == [0]
-            and not self.resizes
-            and torch.Tag.inplace_view
-            not in func.tags  # `squeeze_` and the like change the tensor's own shape.
-            and not self.allocates
-            and len(returns) <= 1
-            and isinstance(schema.arguments[0].type, (torch.TensorType, torch.ListType))
-        )
-        self.uninitialised = "empty" in func._opname
-        self.handler = _dynamic.HANDLERS.get(func._schema.name)
-
-
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
     """Records every storage born on the traced device (``meta``) and its death.
 
     Args:
         kernel_allocations: Callable ``(func, args, kwargs) -> sizes`` for storages that the real kernel
-            allocates and frees inside one operator; ``None`` knows none.
+            allocates and frees inside one operator.
         on_unknown: Called with the operator that produced an unknown scalar when Python code asks for its
             value; returns the value to assume, or ``None`` to fail.
 
@@ -163,113 +44,16 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        kernel_allocations: Callable[[OpOverload, Any, Any], Iterable[int]] | None = None,
+        kernel_allocations: Callable[[OpOverload, Any, Any], Iterable[int]] = lambda func, args, kwargs: (),
         on_unknown: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.events = MemoryEvents()
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        Ledger.__init__(self)
         self.known = KnownValues()
-        self.phase = 0
-        self.module = 0
         self.on_unknown = on_unknown
         self._kernel_allocations = kernel_allocations
-        self._live: dict[int, _StorageRef] = {}
-        self._excluded: set[int] = set()
         self._meta_kernels = MetaKernelCache()
-        self._operators: dict[OpOverload, _Operator] = {}
-        self._sequence: tuple[list[int], list[int]] = ([-1], [0])
-        self.events.phases.append(("setup", -1, 0))
-
-    def restart(self) -> None:
-        """Forget all births so far, but not the contents that are known: what came before was no training."""
-        self.events = MemoryEvents()
-        self._live.clear()
-        self._sequence = ([-1], [0])
-        self.phase = self.module = 0
-        self.events.phases.append(("setup", -1, 0))
-
-    # -- phases, modules, categories ------------------------------------------------------------------
-
-    def enter_phase(self, name: str, step: int) -> None:
-        """Start a phase; everything born from now on belongs to it."""
-        self.phase = len(self.events.phases)
-        self.events.phases.append((name, step, len(self.events.order)))
-
-    def enter_module(self, module: int) -> None:
-        """Make ``module`` the owner of what is born, and of the backward nodes made from now on."""
-        self.module = module
-        numbers, modules = self._sequence
-        numbers.append(torch._C._autograd._get_sequence_nr())
-        modules.append(module)
-
-    def mark(self, tensor: Tensor | None, category: str, owner: str | None = None) -> None:
-        """Say what a tensor is; registers it if it was not seen being born."""
-        if tensor is None or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):  # type: ignore[attr-defined]
-            return
-        for part in _strided_parts(tensor):
-            if not part.is_meta:
-                continue
-            index = self.register(part)
-            if index is not None:
-                record = self.events.storages[index]
-                record.category, record.owner = category, owner
-
-    # -- births and deaths ----------------------------------------------------------------------------
-
-    def register(self, tensor: Tensor) -> int | None:
-        """Count the storage of a strided meta tensor, if it is new; return the number of its record."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        ref = self._live.get(key)
-        size_bytes = storage.nbytes()
-        if ref is not None:
-            if ref.size_bytes == size_bytes:
-                return ref.index
-            self._on_death(ref)
-        if size_bytes == 0 or key in self._excluded:
-            return None
-        index = self._birth(size_bytes)
-        ref = _StorageRef(storage, self._on_death)
-        ref.index, ref.key, ref.size_bytes = index, key, size_bytes
-        self._live[key] = ref
-        return index
-
-    def _birth(self, size_bytes: int) -> int:
-        events = self.events
-        index = len(events.storages)
-        module = self.module
-        grad_enabled = torch.is_grad_enabled()
-        if not grad_enabled:
-            node = torch._C._current_autograd_node()
-            if node is not None:
-                numbers, modules = self._sequence
-                module = modules[bisect_right(numbers, node._sequence_nr()) - 1]
-        events.storages.append(StorageRecord(size_bytes, self.phase, module, grad_enabled, len(events.order)))
-        events.order.append(index)
-        return index
-
-    def _on_death(self, ref: _StorageRef) -> None:
-        events = self.events
-        if self._live.get(ref.key) is not ref:
-            return  # Born before a restart.
-        del self._live[ref.key]
-        events.storages[ref.index].death = len(events.order)
-        events.order.append(~ref.index)
-
-    def exclude(self, tensor: Tensor) -> Tensor:
-        """Leave a meta tensor uncounted: it stands for a host copy of unknown contents."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._excluded.add(key)
-        weakref.finalize(storage, self._excluded.discard, key)
-        return tensor
-
-    def transient(self, size_bytes: int) -> None:
-        """Count a storage that lives only inside one operator."""
-        if size_bytes > 0:
-            index = self._birth(size_bytes)
-            self.events.storages[index].death = len(self.events.order)
-            self.events.order.append(~index)
+        self._operators: dict[OpOverload, Operator] = {}
 
     # -- dispatch -------------------------------------------------------------------------------------
 
@@ -280,7 +64,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         operator = self._operators.get(func)
         if operator is None:
-            operator = self._operators[func] = _Operator(func)
+            operator = self._operators[func] = Operator(func)
         on_meta, any_real, all_known = self._inspect(args, kwargs)
         if not on_meta:
             return func(*args, **kwargs)
@@ -291,9 +75,8 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 self._register_outputs(result)
                 return result
-        if self._kernel_allocations is not None:
-            for size_bytes in self._kernel_allocations(func, args, kwargs):
-                self.transient(size_bytes)
+        for size_bytes in self._kernel_allocations(func, args, kwargs):
+            self.transient(size_bytes)
         out = self._run(operator, func, args, kwargs)
         if operator.allocates:
             self._register_outputs(out)
@@ -308,7 +91,7 @@ class Recorder(TorchDispatchMode):
         on_meta = any_real = False
         all_known = True
         twins = self.known._twins
-        for tensor in _flat_tensors(args):
+        for tensor in flat_tensors(args):
             if tensor.is_meta:
                 on_meta = True
                 if all_known and (
@@ -322,7 +105,7 @@ class Recorder(TorchDispatchMode):
             if device is not None:
                 # A copy to the host of an unknown tensor stays on meta, see `_dynamic`.
                 on_meta = on_meta or torch.device(device).type == "meta"
-            for tensor in _flat_tensors(kwargs.values()):
+            for tensor in flat_tensors(kwargs.values()):
                 on_meta = on_meta or tensor.is_meta
                 any_real = any_real or not tensor.is_meta
                 all_known = all_known and (not tensor.is_meta or tensor in self.known)
@@ -334,11 +117,11 @@ class Recorder(TorchDispatchMode):
         def convert(tensor: Tensor) -> Tensor:
             return tensor if tensor.is_meta else self.meta_twin(tensor)
 
-        if func._opname in _dynamic.HOST_ARGUMENTS:
+        if func._opname in HOST_ARGUMENTS:
             return args, kwargs
         keys = list(kwargs)
-        return tuple(_map_tensors(convert, args)), dict(
-            zip(keys, _map_tensors(convert, [kwargs[k] for k in keys]), strict=True)
+        return tuple(map_arguments(convert, args)), dict(
+            zip(keys, map_arguments(convert, [kwargs[k] for k in keys]), strict=True)
         )
 
     def meta_twin(self, real: Tensor) -> Tensor:
@@ -351,7 +134,7 @@ class Recorder(TorchDispatchMode):
         return meta
 
     def _run(
-        self, operator: _Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
             if operator.only_allocates or operator.writes_first:
@@ -380,13 +163,13 @@ class Recorder(TorchDispatchMode):
             if tensor.layout is torch.strided:
                 self.register(tensor)
             else:
-                for part in _strided_parts(tensor):
+                for part in strided_parts(tensor):
                     self.register(part)
 
     # -- known values ---------------------------------------------------------------------------------
 
     def _compute_known(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        outputs = [t for t in _flat_tensors([out])]
+        outputs = list(flat_tensors([out]))
         if not outputs or any(t.numel() > _MAX_KNOWN_NUMEL for t in outputs):
             return
         if all(t in self.known for t in outputs):
@@ -394,28 +177,28 @@ class Recorder(TorchDispatchMode):
         real = self.run_real(func, args, kwargs)
         if real is None:
             return
-        for meta_out, real_out in zip(outputs, _flat_tensors([real]), strict=True):
+        for meta_out, real_out in zip(outputs, flat_tensors([real]), strict=True):
             is_new = meta_out.is_meta and meta_out.layout is torch.strided and meta_out not in self.known
             if is_new and meta_out.shape == real_out.shape:  # Batch norm's statistics differ by device.
                 self.known.remember(meta_out, real_out)
 
     def run_real(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run an operator on the known contents of its arguments; ``None`` if one is unknown or it fails."""
-        if any(t.is_meta and t not in self.known for t in _flat_tensors([*args, *kwargs.values()])):
+        if any(t.is_meta and t not in self.known for t in flat_tensors([*args, *kwargs.values()])):
             return None
         real_kwargs = dict(kwargs)
         if real_kwargs.get("device") is not None:
             real_kwargs["device"] = "cpu"
         keys = list(real_kwargs)
-        values = _map_tensors(self.known.value, [real_kwargs[k] for k in keys])
+        values = map_arguments(self.known.value, [real_kwargs[k] for k in keys])
         try:
-            return func(*_map_tensors(self.known.value, args), **dict(zip(keys, values, strict=True)))
+            return func(*map_arguments(self.known.value, args), **dict(zip(keys, values, strict=True)))
         except (RuntimeError, NotImplementedError):
             return None
 
     def _after_write(
         self,
-        operator: _Operator,
+        operator: Operator,
         func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -424,7 +207,7 @@ class Recorder(TorchDispatchMode):
         targets = [
             t
             for i, name in operator.written
-            for t in _flat_tensors([args[i] if i < len(args) else kwargs.get(name)])
+            for t in flat_tensors([args[i] if i < len(args) else kwargs.get(name)])
             if t.is_meta and t.layout is torch.strided
         ]
         if operator.resizes:
@@ -461,14 +244,3 @@ class Recorder(TorchDispatchMode):
             "A trace has shapes but no values. Guard that line, or estimate with the closed form or a real probe.",
             location,
         )
-
-
-def _strided_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors a tensor is made of."""
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    raise TraceError(
-        f"A tensor of layout {tensor.layout} cannot be traced. Use dense or COO tensors, or a real probe."
-    )
