@@ -28,8 +28,8 @@ lint: .venv/.ready ## Check format, style, types and layers
 	$(BIN)/lint-imports
 
 bench: .venv/.ready ## Print accuracy and speed beside peers, with machine and versions
-	$(BIN)/python benchmarks/cpu_accuracy.py
-	$(BIN)/python benchmarks/trace_speed.py
+	$(BIN)/python -m benchmarks.cpu_accuracy
+	$(BIN)/python -m benchmarks.trace_speed
 
 docs: .venv/.ready ## Build the documentation into site/
 	$(BIN)/pip install --quiet --constraint requirements/tested.txt --editable ".[docs]"

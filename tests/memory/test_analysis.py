@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_memprec.memory.analysis import analyse
-from lightning_memprec.memory.result import Breakdown
 from lightning_memprec.memory.events import MemoryEvents, StorageRecord
+from lightning_memprec.memory.result import Breakdown
 
 
 class Script:

@@ -1,0 +1,264 @@
+"""Models, batches and losses of the published runs, rebuilt without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "XMEM_CNNS",
+    "XMEM_TRANSFORMERS",
+    "Logits",
+    "adamw_8bit",
+    "chunked_language_model",
+    "classification",
+    "criterion",
+    "language_model",
+    "llama2_7b_lora",
+    "llama_3b",
+    "llama_3b_ia3",
+    "llama_3b_lora",
+    "llama_rms_norm",
+    "phi_lora",
+    "pictures",
+    "repeated_norm",
+    "timm_model",
+    "tokens",
+    "torchvision_cnn",
+]
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Build = Callable[[], nn.Module]
+
+# -- models --------------------------------------------------------------------------------------------
+
+XMEM_CNNS = {
+    "ConvNeXtTiny": "convnext_tiny",
+    "MnasNet": "mnasnet1_0",
+    "MobileNetV2": "mobilenet_v2",
+    "ResNet101": "resnet101",
+    "VGG16": "vgg16",
+}
+
+
+def torchvision_cnn(name: str, classes: int = 1000) -> Build:
+    def build() -> nn.Module:
+        import torchvision
+
+        return getattr(torchvision.models, name)(num_classes=classes)
+
+    return build
+
+
+def timm_model(name: str, classes: int = 1000) -> Build:
+    def build() -> nn.Module:
+        import timm
+
+        return timm.create_model(name, num_classes=classes)
+
+    return build
+
+
+def _transformer(kind: str, **config: Any) -> Build:
+    def build() -> nn.Module:
+        import transformers
+
+        config_type = getattr(transformers, f"{kind.split('For')[0].removesuffix('LMHeadModel')}Config")
+        model: nn.Module = getattr(transformers, kind)(config_type(**config))
+        return model.train()
+
+    return build
+
+
+XMEM_TRANSFORMERS = {
+    "gpt-neo-125M": _transformer(
+        "GPTNeoForCausalLM",
+        hidden_size=768, num_layers=12, num_heads=12, attention_types=[[["global", "local"], 6]],
+        max_position_embeddings=2048, vocab_size=50257,
+    ),
+    "Cerebras-GPT-111M": _transformer(
+        "GPT2LMHeadModel",
+        n_embd=768, n_layer=10, n_head=12, n_inner=3072, n_positions=2048, activation_function="gelu",
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+    ),
+    "T5-small": _transformer(
+        "T5ForConditionalGeneration",
+        d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128, decoder_start_token_id=0,
+        attn_implementation="eager",  # The only one that T5 had in 2025.
+    ),
+    "Qwen3-4B": _transformer(
+        "Qwen3ForCausalLM",
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _transformer(
+        "Qwen2ForCausalLM",
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+llama_3b = _transformer(
+    "LlamaForCausalLM",
+    vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+    num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=True,
+)  # fmt: skip
+_llama2_7b = _transformer(
+    "LlamaForCausalLM",
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+)  # fmt: skip
+_phi = _transformer(
+    "PhiForCausalLM",
+    vocab_size=51200, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32,
+    partial_rotary_factor=0.5,
+)  # fmt: skip
+
+
+def _adapted(base: Build, kind: str, *, float32_adapters: bool = True, **config: Any) -> Build:
+    """A frozen bfloat16 base with adapters."""
+
+    def build() -> nn.Module:
+        import peft
+
+        model = base().to(torch.bfloat16)
+        adapter = getattr(peft, kind)(task_type="CAUSAL_LM", **config)
+        return peft.get_peft_model(model, adapter, autocast_adapter_dtype=float32_adapters)
+
+    return build
+
+
+llama_3b_lora = _adapted(
+    llama_3b, "LoraConfig", r=32, lora_alpha=64, lora_dropout=0.0, target_modules=["v_proj", "q_proj"]
+)
+llama_3b_ia3 = _adapted(
+    llama_3b,
+    "IA3Config",
+    target_modules=["down_proj", "v_proj", "k_proj"],
+    feedforward_modules=["down_proj"],
+)
+_LITGPT_LORA: dict[str, Any] = {
+    "float32_adapters": False, "r": 8, "lora_alpha": 16, "lora_dropout": 0.05,
+    "target_modules": ["q_proj", "v_proj"],
+}  # fmt: skip
+phi_lora = _adapted(_phi, "LoraConfig", **_LITGPT_LORA)
+llama2_7b_lora = _adapted(_llama2_7b, "LoraConfig", **_LITGPT_LORA)
+
+
+class Logits(nn.Module):
+    """Logits that are a leaf, so that their gradient adds up from step to step."""
+
+    def __init__(self, rows: int, classes: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(rows, classes))
+
+    def forward(self) -> Tensor:
+        return self.logits
+
+
+def llama_rms_norm() -> nn.Module:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    return LlamaRMSNorm(8192)
+
+
+def adamw_8bit(parameters: Any) -> torch.optim.Optimizer:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(parameters, weight_decay=0)  # type: ignore[no-any-return]
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
+
+def pictures(batch: int, side: int, classes: int) -> Callable[[], Any]:
+    """Pictures of three channels with labels."""
+    return lambda: (
+        torch.empty(batch, 3, side, side, device="meta"),
+        torch.zeros(batch, dtype=torch.int64).remainder(classes),
+    )
+
+
+def tokens(batch: int, length: int, *, masked: bool = False) -> Callable[[], dict[str, Tensor]]:
+    def build() -> dict[str, Tensor]:
+        ids = torch.zeros(batch, length, dtype=torch.int64)
+        mask = {"attention_mask": torch.ones_like(ids)} if masked else {}
+        return {"input_ids": ids, **mask, "labels": ids.clone()}
+
+    return build
+
+
+# -- losses, with what a plain loop keeps --------------------------------------------------------------
+
+
+def classification(*, late_zero_grad: bool = False, label_smoothing: float = 0.0) -> Loss:
+    """Cross-entropy in a loop whose variable still holds the outputs of the step before.
+
+    Args:
+        late_zero_grad: Whether gradients are cleared after the forward pass, as Lightning does; otherwise
+            before it.
+        label_smoothing: Of the cross-entropy.
+    """
+    kept: dict[str, Tensor] = {}
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        if not late_zero_grad:
+            module.zero_grad()
+        images, labels = batch
+        kept["outputs"] = module(images)
+        return F.cross_entropy(kept["outputs"], labels, label_smoothing=label_smoothing)
+
+    return loss
+
+
+def language_model(*, late_zero_grad: bool = False) -> Loss:
+    """The model's own loss, in a loop whose variable still holds the outputs of the step before."""
+    kept: dict[str, Any] = {}
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        if not late_zero_grad:
+            module.zero_grad()
+        kept["outputs"] = module(**batch)
+        result: Tensor = kept["outputs"].loss
+        return result
+
+    return loss
+
+
+def chunked_language_model(chunk: int = 128) -> Loss:
+    """Head and cross-entropy on pieces of the sequence; returns the loss callable."""
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        causal: Any = module.get_base_model()  # type: ignore[operator]
+        hidden = causal.model(input_ids=batch["input_ids"], use_cache=False)[0]
+        labels = batch["labels"][:, 1:].split(chunk, dim=1)
+        logits = [causal.lm_head(piece) for piece in hidden.split(chunk, dim=1)]
+        logits[-1] = logits[-1][:, :-1]
+        parts = [
+            F.cross_entropy(piece.reshape(-1, piece.size(-1)), target.reshape(-1), reduction="none")
+            for piece, target in zip(logits, labels, strict=False)
+        ]
+        return torch.cat(parts).mean()
+
+    return loss
+
+
+def criterion(module: nn.Module, labels: Tensor) -> Tensor:
+    return F.cross_entropy(module(), labels)
+
+
+def repeated_norm() -> Loss:
+    """Forward and backward on one leaf whose gradient and whose last graph are kept."""
+    kept: dict[str, Any] = {}
+
+    def loss(module: nn.Module, data: Tensor) -> Tensor:
+        if "leaf" not in kept:
+            kept["leaf"], kept["gradient"] = data.clone().requires_grad_(), torch.empty_like(data)
+        kept["output"] = module(kept["leaf"])
+        kept["output"].backward(kept["gradient"], retain_graph=True)
+        return torch.zeros((), device=data.device, requires_grad=True)
+
+    return loss
