@@ -52,7 +52,9 @@ def parse_bytes(value: int | str) -> int:
     if size <= 0:
         raise ValueError(f"A size must be larger than 0 bytes, got {value!r}.")
     if size >= _MAX_BYTES:
-        raise ValueError(f"A size must be smaller than {_MAX_BYTES} bytes, got {str(value)[:40]!r}. Check the unit.")
+        raise ValueError(
+            f"A size must be smaller than {_MAX_BYTES} bytes, got {str(value)[:40]!r}. Check the unit."
+        )
     return size
 
 

@@ -59,7 +59,8 @@ PARAMETERS = {
 }
 
 ESTIMATE_FIELDS = {
-    "peak_allocated_bytes", "peak_reserved_bytes", "outside_allocator_bytes", "breakdown", "peak_phase", "phases",
+    "peak_allocated_bytes", "peak_reserved_bytes",
+    "minimum_reserved_bytes", "outside_allocator_bytes", "breakdown", "peak_phase", "phases",
     "by_module", "timeline", "assumptions", "device", "precision", "steps", "trainable_parameters",
     "total_parameters", "events",
 }  # fmt: skip
@@ -69,7 +70,7 @@ BREAKDOWN_FIELDS = {
     "temporaries_bytes", "inputs_bytes", "workspaces_bytes",
 }  # fmt: skip
 REMEDY_FIELDS = {
-    "name", "description", "how", "peak_device_bytes", "saving_bytes", "fits", "basis", "cost"
+    "name", "description", "how", "need_bytes", "saving_bytes", "fits", "basis", "cost"
 }  # fmt: skip
 
 

@@ -58,9 +58,18 @@ def choose_target(device: str | None, device_memory: int | str | None, root_devi
     total_bytes = None if device_memory is None else parse_bytes(device_memory)
     if device is None:
         name = torch.cuda.get_device_name(root_device) if root_device.type == "cuda" else root_device.type
-        estimate_for = "cpu" if root_device.type == "cpu" else "cuda"
-        return Target(estimate_for, f"`{name}`", total_bytes, root_device)
+        return Target(_estimated_as(name, root_device), f"`{name}`", total_bytes, root_device)
     if device in ("cuda", "cpu"):
         return Target(device, f"`{device}`", total_bytes, torch.device("cpu"))
     spec = find_device(device)
     return Target(spec.name, f"`{spec.name}`", total_bytes or spec.memory_bytes, root_device)
+
+
+def _estimated_as(name: str, root_device: torch.device) -> str:
+    """Estimate for the catalogue's entry of a live device, if it has one."""
+    if root_device.type == "cpu":
+        return "cpu"
+    try:
+        return find_device(name).name
+    except ValueError:
+        return "cuda"

@@ -106,6 +106,7 @@ def _metrics(estimate: MemoryEstimate, verdict: Verdict) -> dict[str, float]:
     sizes = {name.replace(" ", "_"): size for name, size in estimate.breakdown.items()}
     sizes["peak_allocated"] = estimate.peak_allocated_bytes
     sizes["peak_device"] = estimate.peak_device_bytes
+    sizes["minimum_device"] = estimate.minimum_device_bytes
     if verdict.capacity_bytes is not None and verdict.headroom_bytes is not None:
         sizes["capacity"], sizes["headroom"] = verdict.capacity_bytes, verdict.headroom_bytes
     return {f"memprec/preflight/{name}_bytes": float(size) for name, size in sizes.items()}

@@ -53,7 +53,8 @@ class MemoryPreflight(CallbackBase):
     |---|---|
     | `memprec/preflight/<part>_bytes` | a part at the peak: parameters, buffers, gradients, optimizer_states, activations, temporaries, inputs, workspaces |
     | `memprec/preflight/peak_allocated_bytes` | largest sum of live tensors |
-    | `memprec/preflight/peak_device_bytes` | what the device must offer |
+    | `memprec/preflight/minimum_device_bytes` | what the device must offer |
+    | `memprec/preflight/peak_device_bytes` | what the driver shows if nothing limits the allocator's cache |
     | `memprec/preflight/capacity_bytes` | what it offers, if known |
     | `memprec/preflight/headroom_bytes` | capacity less need, if known |
 
@@ -149,7 +150,7 @@ class MemoryPreflight(CallbackBase):
             with unchanged(pl_module, getattr(trainer, "datamodule", None), skip=(trainer, self)):
                 plan = self._plan(trainer, pl_module, hook, batch)
                 estimate = estimate_plan(plan)
-            finding = Finding(estimate.peak_device_bytes, self._target(trainer).capacity_bytes(estimate))
+            finding = Finding(estimate.minimum_device_bytes, self._target(trainer).capacity_bytes(estimate))
         except Exception as caught:
             error = caught
             finding = Finding(problem=in_words(caught), next_hook=hook_after(hook, caught))

@@ -109,7 +109,7 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
         )
         return _print(args, None, verdict, (), ())
     reason = "no capacity to judge against. Give `--device` or `--device-memory`." if capacity is None else ""
-    need = estimate.peak_device_bytes
+    need = estimate.minimum_device_bytes
     verdict = judge(need, capacity, safety_margin=margin, when="estimate", reason=reason)
     if planned.sharded and verdict.status != "fits":
         verdict = judge(need, None, when="estimate", reason="the model is sharded, see below.")

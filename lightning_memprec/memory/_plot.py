@@ -36,7 +36,9 @@ def plot_timeline(estimate: MemoryEstimate, ax: Any = None) -> Any:
     names = list(dict.fromkeys(point.phase for point in points))
     for number, name in enumerate(names):
         inside = [point.phase == name for point in points]
-        ax.fill_between(x, y, where=inside, step="post", color=f"C{number}", alpha=0.6, label=name.replace("_", " "))
+        ax.fill_between(
+            x, y, where=inside, step="post", color=f"C{number}", alpha=0.6, label=name.replace("_", " ")
+        )
     ax.step(x, y, where="post", color="black", linewidth=0.6)
     ax.set_xlabel("births and deaths of tensors, in order")
     ax.set_ylabel(f"allocated ({unit})")

@@ -9,30 +9,22 @@ from torch import nn
 from lightning_memprec.memory.result import Assumption
 
 if TYPE_CHECKING:
-    from lightning_memprec.memory.analysis import Analysis
     from lightning_memprec.memory.devices import DeviceSpec
     from lightning_memprec.memory.loop import TrainingLoop
     from lightning_memprec.memory.plan import TrainingPlan
-    from lightning_memprec.memory.precision import PrecisionPolicy
 
 __all__ = ["collect"]
 
 
 def collect(
-    plan: TrainingPlan,
-    policy: PrecisionPolicy,
-    spec: DeviceSpec | None,
-    loop: TrainingLoop,
-    analysis: Analysis,
+    plan: TrainingPlan, spec: DeviceSpec | None, loop: TrainingLoop
 ) -> tuple[int, tuple[Assumption, ...]]:
     """Return the bytes outside the allocator and the list of assumptions.
 
     Args:
         plan: The run.
-        policy: Its precision.
         spec: The device, or ``None`` for a generic one.
         loop: The loop that was traced.
-        analysis: What the trace showed.
     """
     notes = [
         Assumption(
@@ -54,13 +46,14 @@ def collect(
                     outside_bytes,
                 )
             )
-        notes.append(
-            Assumption(
-                "allocator_reserve",
-                "Reserved memory is taken to equal allocated memory: segments and fragmentation are not modelled.",
-                "c10/cuda/CUDACachingAllocator.cpp",
+        else:
+            notes.append(
+                Assumption(
+                    "device_context",
+                    "The CUDA context and kernels (300 to 800 MiB) are not counted, since no device was named.",
+                    "lightning_memprec/memory/devices.py",
+                )
             )
-        )
         notes.append(
             Assumption(
                 "library_workspaces",

@@ -29,6 +29,7 @@ from lightning_memprec.memory.modules import track_modules
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import PrecisionPolicy, resolve_precision
 from lightning_memprec.memory.redirect import DeviceRedirect, modules_moved_back, no_device_calls
+from lightning_memprec.memory.reserve import allocator_reserve
 from lightning_memprec.memory.result import MemoryEstimate
 from lightning_memprec.memory.trace import Recorder
 
@@ -126,7 +127,7 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
     _check(plan)
     spec = None if plan.device in ("cpu", "cuda") else find_device(plan.device)
     with _reported_faults(), _untouched_state():
-        recorder, module, loop_notes = _trace(plan, policy, spec)
+        recorder, module, loop = _trace(plan, policy, spec)
     on_cpu = plan.device == "cpu"
     analysis = analyse(
         recorder.events,
@@ -134,10 +135,21 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
         module_types={name: type(child).__name__ for name, child in module.named_modules()},
     )
     parameters = list(module.parameters())
-    outside_bytes, notes = _assumptions.collect(plan, policy, spec, loop_notes, analysis)
+    outside_bytes, notes = _assumptions.collect(plan, spec, loop)
+    live = analysis.peak_bytes
+    allocated, reserved, minimum = live, live, live
+    if not on_cpu:
+        reserve = allocator_reserve(recorder.events, live)
+        allocated, reserved, minimum = (
+            reserve.peak_allocated_bytes,
+            reserve.peak_reserved_bytes,
+            reserve.minimum_bytes,
+        )
+        notes = (*notes, reserve.assumption)
     return MemoryEstimate(
-        peak_allocated_bytes=analysis.peak_bytes,
-        peak_reserved_bytes=analysis.peak_bytes,
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        minimum_reserved_bytes=minimum,
         outside_allocator_bytes=outside_bytes,
         breakdown=analysis.breakdown,
         peak_phase=analysis.peak_phase,
@@ -171,7 +183,7 @@ def _check(plan: TrainingPlan) -> None:
 
 def _trace(
     plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None
-) -> tuple[Recorder, nn.Module, Any]:
+) -> tuple[Recorder, nn.Module, TrainingLoop]:
     on_cpu = plan.device == "cpu"
     recorder = Recorder(cpu_kernel_allocations) if on_cpu else Recorder()
     redirect = DeviceRedirect("cpu" if on_cpu else "cuda", recorder.known)

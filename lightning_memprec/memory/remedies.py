@@ -53,7 +53,7 @@ def suggest_remedies(
         left out. If no single one makes the run fit, the last one combines them.
     """
     budget_bytes = int(capacity_bytes * (1.0 - safety_margin))
-    need_bytes = estimate.peak_device_bytes
+    need_bytes = estimate.minimum_device_bytes
     found: list[Remedy] = []
     combined = plan
     parts: list[_Change] = []
@@ -94,7 +94,7 @@ def _excluded(name: str, parts: list[_Change]) -> bool:
 
 def _try(change: _Change, plan: TrainingPlan, need_bytes: int, budget_bytes: int) -> Remedy | None:
     try:
-        after = estimate_plan(change.apply(plan)).peak_device_bytes
+        after = estimate_plan(change.apply(plan)).minimum_device_bytes
     except MemPrecError:
         return None
     if need_bytes - after < _WORTHWHILE * need_bytes:
@@ -175,7 +175,7 @@ def _micro_batch(plan: TrainingPlan, size: int, budget_bytes: int) -> _Change:
     micro = divisors[-1]
     try:
         # More than two micro-batches need no more memory than two: traced with two to save time.
-        needs = {d: estimate_plan(replace(_with_batch(plan, size, d), accumulate_grad_batches=2)).peak_device_bytes
+        needs = {d: estimate_plan(replace(_with_batch(plan, size, d), accumulate_grad_batches=2)).minimum_device_bytes
                  for d in {divisors[0], divisors[-1]}}  # fmt: skip
         slope = (needs[divisors[0]] - needs[micro]) / max(divisors[0] - micro, 1)
         fitting = [d for d in divisors if needs[micro] + slope * (d - micro) <= budget_bytes]

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from lightning_memprec.memory.events import MemoryEvents
 
-__all__ = ["Assumption", "Breakdown", "MemoryEstimate", "ModuleMemory", "PhasePeak", "Remedy", "TimelinePoint"]
+__all__ = [
+    "Assumption",
+    "Breakdown",
+    "MemoryEstimate",
+    "ModuleMemory",
+    "PhasePeak",
+    "Remedy",
+    "TimelinePoint",
+]
 
 Basis = Literal["traced", "measured", "modelled"]
 
@@ -32,7 +40,10 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Bytes of each part at one instant; the parts add up to the allocated memory at that instant."""
+    """Bytes of each part at one instant; the parts add up to the live tensors at that instant.
+
+    On CUDA every tensor counts in steps of 512 bytes. The caching allocator's blocks can be up to 1 MiB larger.
+    """
 
     parameters_bytes: int = 0
     buffers_bytes: int = 0
@@ -55,7 +66,9 @@ class Breakdown:
 
     def items(self) -> list[tuple[str, int]]:
         """Pairs of readable part name and bytes, in display order."""
-        return [(f.name.removesuffix("_bytes").replace("_", " "), getattr(self, f.name)) for f in fields(self)]
+        return [
+            (f.name.removesuffix("_bytes").replace("_", " "), getattr(self, f.name)) for f in fields(self)
+        ]
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class Remedy:
         name: Short, stable identifier, such as ``"micro_batch"``.
         description: What to change, in words that complete "Try …".
         how: The line of code or YAML that does it.
-        peak_device_bytes: Re-estimated need with the change applied.
+        need_bytes: Re-estimated need with the change applied, as ``minimum_device_bytes`` of the estimate.
         saving_bytes: Need before minus need after.
         fits: Whether the run then fits the capacity it was judged against.
         basis: ``"traced"`` if the changed run was traced again, else ``"modelled"``.
@@ -109,7 +122,7 @@ class Remedy:
     name: str
     description: str
     how: str
-    peak_device_bytes: int
+    need_bytes: int
     saving_bytes: int
     fits: bool
     basis: Basis = "traced"
@@ -124,7 +137,9 @@ class MemoryEstimate:
 
     Args:
         peak_allocated_bytes: Largest sum of live tensors (``torch.cuda.max_memory_allocated``).
-        peak_reserved_bytes: What the caching allocator holds at its peak.
+        peak_reserved_bytes: What the caching allocator holds at its peak if nothing limits it
+            (``torch.cuda.max_memory_reserved``).
+        minimum_reserved_bytes: With how little it still works, giving cached memory back under pressure.
         outside_allocator_bytes: Device context, kernels and libraries.
         breakdown: The parts at the peak instant.
         peak_phase: Phase and step in which the peak falls.
@@ -142,6 +157,7 @@ class MemoryEstimate:
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
+    minimum_reserved_bytes: int
     outside_allocator_bytes: int
     breakdown: Breakdown
     peak_phase: PhasePeak
@@ -164,7 +180,7 @@ class MemoryEstimate:
     @property
     def minimum_device_bytes(self) -> int:
         """Smallest capacity on which the run still works, cached memory given back."""
-        return self.peak_allocated_bytes + self.outside_allocator_bytes
+        return self.minimum_reserved_bytes + self.outside_allocator_bytes
 
     def fits(self, capacity: int | str, *, safety_margin: float = 0.0) -> bool:
         """Tell whether the run fits a device.
@@ -174,7 +190,7 @@ class MemoryEstimate:
             safety_margin: Fraction of the capacity to keep free, in [0, 1).
 
         Returns:
-            Whether :attr:`peak_device_bytes` is at most ``capacity * (1 - safety_margin)``.
+            Whether :attr:`minimum_device_bytes` is at most ``capacity * (1 - safety_margin)``.
 
         Raises:
             ValueError: If the capacity is no size or the margin lies outside [0, 1).
@@ -183,7 +199,7 @@ class MemoryEstimate:
 
         if not 0.0 <= safety_margin < 1.0:
             raise ValueError(f"`safety_margin` must lie in [0, 1), got {safety_margin}.")
-        return self.peak_device_bytes <= parse_bytes(capacity) * (1.0 - safety_margin)
+        return self.minimum_device_bytes <= parse_bytes(capacity) * (1.0 - safety_margin)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values, ready for JSON; sizes stay integers in bytes."""

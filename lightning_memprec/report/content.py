@@ -38,7 +38,7 @@ def title(estimate: MemoryEstimate) -> str:
 def part_rows(estimate: MemoryEstimate) -> list[tuple[str, int]]:
     """List the parts that are not empty at the peak, then what a device needs beyond them."""
     rows = [(name, size) for name, size in estimate.breakdown.items() if size]
-    reserve = estimate.peak_reserved_bytes - estimate.breakdown.total_bytes
+    reserve = estimate.minimum_reserved_bytes - estimate.breakdown.total_bytes
     rows.append(("allocator reserve", reserve))
     rows.append(("context and libraries", estimate.outside_allocator_bytes))
     return [(name, size) for name, size in rows if size > 0]
@@ -73,7 +73,12 @@ def peak_sentence(estimate: MemoryEstimate) -> str:
         if name != peak.name
     )
     where = f"{peak.name.replace('_', ' ')}, step {peak.step}" if peak.step >= 0 else peak.name
-    return f"Peak: {where}." + (f" Elsewhere at most: {others}." if others else "")
+    text = f"Peak: {where}." + (f" Elsewhere at most: {others}." if others else "")
+    cached = estimate.peak_device_bytes
+    # Where there is room, the allocator keeps what it could give back: the driver then shows more than is needed.
+    if cached > estimate.minimum_device_bytes * 1.01:
+        text += f" With room to spare, PyTorch's cache grows to {format_bytes(cached)} in all."
+    return text
 
 
 def capacity_rows(estimate: MemoryEstimate, verdict: Verdict | None) -> list[tuple[str, str]]:
@@ -107,7 +112,7 @@ def remedy_lines(remedies: tuple[Remedy, ...]) -> list[tuple[str, str]]:
     lines = []
     for remedy in remedies:
         outcome = "fits" if remedy.fits else "not enough alone"
-        facts = f"{format_bytes(remedy.peak_device_bytes)}, {outcome}"
+        facts = f"{format_bytes(remedy.need_bytes)}, {outcome}"
         if remedy.basis != "traced":
             facts += f", {remedy.basis}"
         if remedy.cost:
@@ -141,7 +146,7 @@ def overflow_message(
     if fitting:
         return f"{text} Try {'; or '.join(map(_offer, fitting[:3]))}."
     if remedies:
-        best = min(remedies, key=lambda remedy: remedy.peak_device_bytes)
+        best = min(remedies, key=lambda remedy: remedy.need_bytes)
         return (
             f"{text} No single change is enough; the largest saving: {_offer(best)}. Combine several "
             f"or use a larger device."
@@ -151,14 +156,14 @@ def overflow_message(
 
 def _offer(remedy: Remedy) -> str:
     how = f" with `{remedy.how}`" if remedy.how and "\n" not in remedy.how else ""
-    return f"{remedy.description}{how} ({format_bytes(remedy.peak_device_bytes)})"
+    return f"{remedy.description}{how} ({format_bytes(remedy.need_bytes)})"
 
 
 def _need(estimate: MemoryEstimate, verdict: Verdict | None) -> int:
     """Prefer the verdict's need: it is the largest of all ranks."""
     if verdict is not None and verdict.need_bytes is not None:
         return verdict.need_bytes
-    return estimate.peak_device_bytes
+    return estimate.minimum_device_bytes
 
 
 def _count(elements: int) -> str:

@@ -54,7 +54,7 @@ def render_estimate(
     from rich.text import Text
 
     color = _COLORS[verdict.status] if verdict is not None else "cyan"
-    total = estimate.peak_device_bytes or 1
+    total = estimate.minimum_device_bytes or 1
     parts = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "right", "left"):
         parts.add_column(justify=justify)  # type: ignore[arg-type]

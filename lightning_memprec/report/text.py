@@ -74,7 +74,7 @@ def format_estimate(
 
 
 def _parts(estimate: MemoryEstimate) -> list[str]:
-    total = estimate.peak_device_bytes or 1
+    total = estimate.minimum_device_bytes or 1
     lines = []
     for name, size in part_rows(estimate):
         bar = "#" * round(_BAR * size / total)

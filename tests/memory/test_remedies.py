@@ -15,7 +15,7 @@ from lightning_memprec.memory.remedies import suggest_remedies
 class Deep(nn.Module):
     """Blocks that can be checkpointed as timm's models can."""
 
-    def __init__(self, width=128, depth=4):
+    def __init__(self, width=1024, depth=4):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
@@ -32,10 +32,11 @@ class Deep(nn.Module):
         return x.sum()
 
 
-def plan_of(module=None, batch=512, optimizer=torch.optim.AdamW, **arguments):
+def plan_of(module=None, batch=4096, optimizer=torch.optim.AdamW, **arguments):
     return TrainingPlan(
-        module=module or Deep(),
-        batch=torch.randn(batch, 128),
+        # Large enough that a saving is more than the rest of a segment; built without storage.
+        module=module or Deep,
+        batch=torch.empty(batch, 1024, device="meta"),
         optimizer=optimizer,
         device="cuda",
         **arguments,
@@ -51,7 +52,7 @@ def remedies_of(plan, capacity_bytes=1, **arguments):
     ("batch", "names"),
     [
         # Where activations make the peak, and where the optimizer's step does.
-        (512, {"micro_batch", "activation_checkpointing", "mixed_precision", "master_weights"}),
+        (4096, {"micro_batch", "activation_checkpointing", "mixed_precision", "master_weights"}),
         (8, {"fused_optimizer", "eight_bit_optimizer"}),
     ],
 )
@@ -59,7 +60,7 @@ def test_every_known_remedy_is_tried_and_saves(batch, names):
     estimate, remedies = remedies_of(plan_of(batch=batch))
     assert set(remedies) >= names
     for remedy in remedies.values():
-        assert remedy.saving_bytes == estimate.peak_device_bytes - remedy.peak_device_bytes > 0
+        assert remedy.saving_bytes == estimate.minimum_device_bytes - remedy.need_bytes > 0
         assert remedy.basis == "traced"
         assert remedy.how
         assert remedy.description
@@ -67,8 +68,12 @@ def test_every_known_remedy_is_tried_and_saves(batch, names):
 
 def test_a_remedys_need_is_that_of_the_changed_run():
     plan = plan_of()
-    checkpointed = Deep()
-    checkpointed.set_grad_checkpointing()
+
+    def checkpointed():
+        module = Deep()
+        module.set_grad_checkpointing()
+        return module
+
     small = replace(plan, batch=plan.batch[:8])
     for changed_plan, name, changed in [
         (plan, "mixed_precision", {"precision": "bf16-mixed"}),
@@ -76,28 +81,28 @@ def test_a_remedys_need_is_that_of_the_changed_run():
         (plan, "master_weights", {"precision": "bf16-master"}),
         (small, "fused_optimizer", {"optimizer": lambda params: torch.optim.AdamW(params, fused=True)}),
     ]:
-        expected = estimate_plan(replace(changed_plan, **changed)).peak_device_bytes
-        assert remedies_of(changed_plan)[1][name].peak_device_bytes == expected
+        expected = estimate_plan(replace(changed_plan, **changed)).minimum_device_bytes
+        assert remedies_of(changed_plan)[1][name].need_bytes == expected
 
 
 def test_the_largest_micro_batch_that_fits_is_found():
-    plan = plan_of(batch=512, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    plan = plan_of(batch=4096, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     need = {
         size: estimate_plan(
             replace(plan, batch=plan.batch[:size], accumulate_grad_batches=2)
-        ).peak_device_bytes
-        for size in (256, 128, 64)
+        ).minimum_device_bytes
+        for size in (2048, 1024)
     }
-    _, remedies = remedies_of(plan, capacity_bytes=(need[128] + need[256]) // 2)
+    _, remedies = remedies_of(plan, capacity_bytes=(need[1024] + need[2048]) // 2)
     remedy = remedies["micro_batch"]
     assert remedy.fits
-    assert remedy.peak_device_bytes == need[128]
-    assert remedy.how == "batch_size=128, Trainer(accumulate_grad_batches=4)"
+    assert remedy.need_bytes == need[1024]
+    assert remedy.how == "batch_size=1024, Trainer(accumulate_grad_batches=4)"
 
 
 def test_the_safety_margin_counts():
     plan = plan_of()
-    need = estimate_plan(replace(plan, precision="bf16-mixed")).peak_device_bytes
+    need = estimate_plan(replace(plan, precision="bf16-mixed")).minimum_device_bytes
     assert remedies_of(plan, need)[1]["mixed_precision"].fits
     assert not remedies_of(plan, need, safety_margin=0.1)[1]["mixed_precision"].fits
 
@@ -105,12 +110,12 @@ def test_the_safety_margin_counts():
 def test_remedies_are_combined_when_none_is_enough():
     plan = plan_of()
     _, alone = remedies_of(plan)
-    best = min(r.peak_device_bytes for r in alone.values() if r.name != "combined")
+    best = min(r.need_bytes for r in alone.values() if r.name != "combined")
     combined = alone["combined"]
-    assert combined.peak_device_bytes < best
+    assert combined.need_bytes < best
     assert " and " in combined.description
     assert not combined.fits  # One byte of capacity.
-    _, enough = remedies_of(plan, combined.peak_device_bytes)
+    _, enough = remedies_of(plan, combined.need_bytes)
     assert enough["combined"].fits
     _, single = remedies_of(plan, best)
     assert "combined" not in single
@@ -118,7 +123,7 @@ def test_remedies_are_combined_when_none_is_enough():
 
 def test_what_cannot_apply_is_left_out():
     plan = plan_of(
-        nn.Sequential(nn.Linear(128, 128)), batch=1, optimizer=torch.optim.RMSprop, precision="bf16-true"
+        nn.Sequential(nn.Linear(1024, 1024)), batch=1, optimizer=torch.optim.RMSprop, precision="bf16-true"
     )
     _, remedies = remedies_of(replace(plan, loss=lambda module, batch: module(batch).sum()))
     assert not {"micro_batch", "activation_checkpointing", "eight_bit_optimizer", "mixed_precision"} & set(
@@ -127,7 +132,7 @@ def test_what_cannot_apply_is_left_out():
 
 
 def test_remedies_leave_module_and_batch_alone():
-    plan = plan_of()
+    plan = replace(plan_of(Deep(width=64)), batch=torch.randn(4096, 64))
     batch, weights = plan.batch.clone(), [p.clone() for p in plan.module.parameters()]
     remedies_of(plan)
     assert torch.equal(plan.batch, batch)
@@ -135,7 +140,7 @@ def test_remedies_leave_module_and_batch_alone():
     assert not plan.module.checkpointing
 
 
-LARGE = torch.empty(6, 4096, 128, device="meta")
+LARGE = torch.empty(6, 1024, 1024, device="meta")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def make_estimate(**changes):
     )
     values = {
         "peak_allocated_bytes": parts.total_bytes,
-        "peak_reserved_bytes": parts.total_bytes + GIB // 2,
+        "peak_reserved_bytes": parts.total_bytes + GIB,
+        "minimum_reserved_bytes": parts.total_bytes + GIB // 2,
         "outside_allocator_bytes": GIB // 2,
         "breakdown": parts,
         "peak_phase": PhasePeak("backward", 1, parts.total_bytes),
@@ -52,7 +53,7 @@ REMEDIES = (
 
 def test_report_shows_every_part_its_share_and_the_verdict():
     estimate = make_estimate()
-    verdict = judge(estimate.peak_device_bytes, 10 * GIB, safety_margin=0.05)
+    verdict = judge(estimate.minimum_device_bytes, 10 * GIB, safety_margin=0.05)
     text = format_estimate(estimate, verdict, REMEDIES, ["A note."])
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "Memory preflight: 7B parameters (1M trainable), bf16-mixed on T4-16GB"
@@ -83,7 +84,7 @@ def test_parts_add_up_to_what_is_needed():
     from lightning_memprec.report.content import part_rows
 
     estimate = make_estimate()
-    assert sum(size for _, size in part_rows(estimate)) == estimate.peak_device_bytes
+    assert sum(size for _, size in part_rows(estimate)) == estimate.minimum_device_bytes
 
 
 def test_report_without_verdict_has_no_capacity():
@@ -127,7 +128,7 @@ def test_margin_out_of_range(margin):
 )
 def test_refusal_names_need_capacity_largest_part_and_advice(remedies, advice):
     estimate = make_estimate()
-    verdict = judge(estimate.peak_device_bytes, 10 * GIB, safety_margin=0.05)
+    verdict = judge(estimate.minimum_device_bytes, 10 * GIB, safety_margin=0.05)
     message = overflow_message(estimate, verdict, remedies, "`T4-16GB`")
     start = (
         "Training needs about 12.00 GiB on each device but `T4-16GB` offers 10.00 GiB (`safety_margin=0.05`)."
@@ -143,7 +144,7 @@ def test_rich_report_says_the_same():
     from lightning_memprec.report.rich_table import render_estimate
 
     estimate = make_estimate(by_module=(ModuleMemory("a[b]", "T[x]", Breakdown(activations_bytes=GIB)),))
-    verdict = judge(estimate.peak_device_bytes, 10 * GIB, safety_margin=0.05)
+    verdict = judge(estimate.minimum_device_bytes, 10 * GIB, safety_margin=0.05)
     console = Console(file=io.StringIO(), width=100)
     console.print(render_estimate(estimate, verdict, REMEDIES, ["A note [x]."]))
     text = console.file.getvalue()

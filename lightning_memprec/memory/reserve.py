@@ -1,0 +1,57 @@
+"""What the caching allocator makes of a trace: one replay, and the smallest capacity on which it survives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_memprec.memory.allocator import minimum_capacity, simulate
+from lightning_memprec.memory.allocator_config import AllocatorConfig
+from lightning_memprec.memory.events import MemoryEvents
+from lightning_memprec.memory.result import Assumption
+
+__all__ = ["Reserve", "allocator_reserve"]
+
+_SOURCE = "c10/cuda/CUDACachingAllocator.cpp"
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What the allocator hands out, holds, and cannot do without.
+
+    Attributes:
+        peak_allocated_bytes: Largest sum of blocks in use.
+        peak_reserved_bytes: Largest sum of segments, without a limit.
+        minimum_bytes: Smallest capacity on which the replay does not run out of memory.
+        assumption: How it was found.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    minimum_bytes: int
+    assumption: Assumption
+
+
+def allocator_reserve(events: MemoryEvents, live_bytes: int) -> Reserve:
+    """Replay a trace through the simulated CUDA caching allocator, set up as the environment says.
+
+    Args:
+        events: What a trace recorded.
+        live_bytes: Largest sum of live tensors, for allocators that are not simulated.
+    """
+    try:
+        config = AllocatorConfig.from_environment()
+        result = simulate(events, config=config)
+        minimum = minimum_capacity(events, config)
+    except ValueError as error:
+        note = Assumption(
+            "allocator", f"The allocator is not simulated, reserved equals live memory: {error}", _SOURCE
+        )
+        return Reserve(live_bytes, live_bytes, live_bytes, note)
+    note = Assumption(
+        "allocator",
+        "Segments and fragmentation come from a simulation of PyTorch's caching allocator, with the settings of "
+        "this process' PYTORCH_ALLOC_CONF.",
+        _SOURCE,
+        minimum - live_bytes,
+    )
+    return Reserve(result.peak_allocated_bytes, result.peak_reserved_bytes, minimum, note)
