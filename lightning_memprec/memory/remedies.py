@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memprec._errors import MemPrecError
+from lightning_memprec.memory.allocator import minimum_capacity
+from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import resolve_precision
@@ -62,6 +64,8 @@ def suggest_remedies(
         remedy = _try(change, plan, need_bytes, budget_bytes)
         if remedy is not None:
             found.append(remedy)
+    if plan.device != "cpu" and (remedy := _expandable_segments(estimate, budget_bytes)) is not None:
+        found.append(remedy)
     if not any(remedy.fits for remedy in found):
         for change in changes:
             if change.name not in {remedy.name for remedy in found} or _excluded(change.name, parts):
@@ -107,6 +111,26 @@ def _try(change: _Change, plan: TrainingPlan, need_bytes: int, budget_bytes: int
         need_bytes - after,
         after <= budget_bytes,
         cost=change.cost,
+    )
+
+
+def _expandable_segments(estimate: MemoryEstimate, budget_bytes: int) -> Remedy | None:
+    """Replay the same trace through an allocator whose segments grow."""
+    if estimate.events is None:
+        return None
+    config = AllocatorConfig(expandable_segments=True)
+    after = minimum_capacity(estimate.events, config) + estimate.outside_allocator_bytes
+    saving = estimate.minimum_device_bytes - after
+    if saving < _WORTHWHILE * estimate.minimum_device_bytes:
+        return None
+    return Remedy(
+        "expandable_segments",
+        "segments that grow",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+        after,
+        saving,
+        after <= budget_bytes,
+        basis="modelled",
     )
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memprec.memory.allocator import minimum_capacity
+from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.remedies import suggest_remedies
@@ -61,7 +63,7 @@ def test_every_known_remedy_is_tried_and_saves(batch, names):
     assert set(remedies) >= names
     for remedy in remedies.values():
         assert remedy.saving_bytes == estimate.minimum_device_bytes - remedy.need_bytes > 0
-        assert remedy.basis == "traced"
+        assert remedy.basis == ("modelled" if remedy.name == "expandable_segments" else "traced")
         assert remedy.how
         assert remedy.description
 
@@ -165,3 +167,13 @@ def test_batches_are_cut_where_they_can_be(batch, read):
     _, remedies = remedies_of(replace(plan_of(loss=loss), batch=batch), capacity_bytes=1)
     assert remedies["micro_batch"].how == "batch_size=1, Trainer(accumulate_grad_batches=6)"
     assert seen == {6, 3, 1}
+
+
+def test_expandable_segments_are_a_replay_of_the_same_trace():
+    # Weights of 6.5 MiB fill segments of 20 MiB badly.
+    plan = plan_of(lambda: nn.Sequential(*[nn.Linear(1300, 1300) for _ in range(8)]))
+    plan = replace(plan, batch=torch.empty(64, 1300, device="meta"))
+    estimate, remedies = remedies_of(plan)
+    config = AllocatorConfig(expandable_segments=True)
+    assert remedies["expandable_segments"].need_bytes == minimum_capacity(estimate.events, config)
+    assert "expandable_segments:True" in remedies["expandable_segments"].how
