@@ -17,11 +17,7 @@ class MemPrecError(Exception):
 
 
 class TraceError(MemPrecError, RuntimeError):
-    """A training step could not be traced; the message says why and what to do instead.
-
-    Args:
-        message: What went wrong, where, and the next step.
-    """
+    """A training step could not be traced; the message says why and what to do instead."""
 
 
 class DataDependentError(TraceError):
