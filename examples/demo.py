@@ -6,6 +6,7 @@ ordinary machine plays the part of a small card.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 
@@ -87,8 +88,13 @@ def measured_peak_bytes(train: TensorDataset, batch_size: int, accumulate: int) 
     return peak
 
 
-def main() -> None:
+def main(epochs: int = 40) -> None:
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")  # Lightning 2.6 uses a name that torch 2.14 deprecates.
+    chatter = ("GPU available", "TPU available", "💡 Tip", "`Trainer.fit` stopped")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: not record.getMessage().startswith(chatter)
+    )
     pl.seed_everything(0, verbose=False)
     train, test = load_data()
 
@@ -106,7 +112,7 @@ def main() -> None:
 
     preflight = MemoryPreflight(device_memory=BUDGET)
     model = DigitTransformer()
-    trainer = make_trainer(preflight, max_epochs=40, accumulate_grad_batches=accumulate)
+    trainer = make_trainer(preflight, max_epochs=epochs, accumulate_grad_batches=accumulate)
     trainer.fit(model, DataLoader(train, batch_size, shuffle=True))
     model.eval()
     with torch.no_grad():

@@ -27,7 +27,16 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16:
 _COMPUTE_FLOAT, _COMPUTE_DOUBLE = 0, 1
 
 # cudnnBackendAttributeType_t.
-_DATA_TYPE, _INT64, _FLOAT, _CONVOLUTION_MODE, _HEUR_MODE, _NOTE, _DESCRIPTOR, _CHAR = 1, 3, 4, 7, 8, 11, 15, 24
+_DATA_TYPE, _INT64, _FLOAT, _CONVOLUTION_MODE, _HEUR_MODE, _NOTE, _DESCRIPTOR, _CHAR = (
+    1,
+    3,
+    4,
+    7,
+    8,
+    11,
+    15,
+    24,
+)
 _DOUBLE = 5
 # cudnnBackendDescriptorType_t.
 _CONVOLUTION, _ENGINE, _ENGINE_CONFIG, _ENGINE_HEURISTICS, _GRAPH, _TENSOR, _DEVICE = 1, 2, 3, 4, 15, 17, 38
@@ -81,10 +90,10 @@ class Convolution:
         cls, kind: Kind, data: Tensor, weight: Tensor, output: Tensor, *geometry: Sequence[int]
     ) -> Convolution:
         """Describe a convolution of tensors; ``geometry`` is stride, padding and dilation."""
-        layouts = [(tuple(t.shape), tuple(t.stride())) for t in (data, weight, output)]
+        first, second, third = ((tuple(t.shape), tuple(t.stride())) for t in (data, weight, output))
         dimensions = data.dim() - 2
-        spread = [tuple(g) * (dimensions if len(g) == 1 else 1) for g in geometry]
-        return cls(kind, *layouts, *spread, data.dtype)
+        stride, padding, dilation = (tuple(g) * (dimensions if len(g) == 1 else 1) for g in geometry)
+        return cls(kind, first, second, third, stride, padding, dilation, data.dtype)
 
 
 class _Refused(Exception):
@@ -163,7 +172,7 @@ class CudnnHeuristics:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._library = _library()
-        self.version = torch.backends.cudnn.version() if self._library is not None else None
+        self.version = _version() if self._library is not None else None
         self.unanswered = 0
         self._device = {**_DEVICE_FIELDS, "deviceVer": 100 * capability[0] + 10 * capability[1]}
         self._known: dict[Convolution, int] = {}
@@ -258,13 +267,18 @@ def _down_converts(backend: _Backend, config: Any) -> bool:
     return _NOTE_DOWN_CONVERTS in notes[:count]
 
 
+def _version() -> int | None:
+    try:
+        version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # Another cuDNN than the one torch was built with.
+        return None
+    return version
+
+
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     """Return cuDNN as torch loads it, or ``None`` if it is missing or too old to take a description."""
-    try:
-        version = torch.backends.cudnn.version()
-    except RuntimeError:  # Another cuDNN than the one torch was built with.
-        return None
+    version = _version()
     if version is None or version < _FIRST_VERSION:
         return None
     try:

@@ -1,0 +1,60 @@
+"""What README, docs and examples show is run here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language):
+    return [
+        pytest.param(text, id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}")
+        for page in PAGES
+        for match in BLOCK.finditer(page.read_text())
+        if match[1] == language and (text := match[2])
+    ]
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_blocks_run(code, capsys):
+    names = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    if {"model", "data"} & names or 'accelerator="gpu"' in code:
+        # A run of the reader's own: its imports must work, and its arguments must be ones we have.
+        imports = [line for line in code.splitlines() if line.startswith(("import ", "from "))]
+        code = "\n".join([*imports, *re.findall(r"MemoryPreflight\([^)]*\)", code)])
+    exec(compile(code, "block", "exec"), {})
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_blocks_build_the_callbacks_they_show(text):
+    for entry in yaml.safe_load(text)["trainer"]["callbacks"]:
+        module, _, name = entry["class_path"].rpartition(".")
+        getattr(importlib.import_module(module), name)(**entry["init_args"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.slow
+def test_demo_refuses_mends_and_trains(capsys):
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    demo.main(epochs=1)
+    out = capsys.readouterr().out
+    assert "MemoryOverflowError: Training needs about" in out
+    assert "FITS" in out
+    difference = re.search(r"difference ([+-]\d+\.\d+)%", out)
+    assert abs(float(difference[1])) < 0.5  # The bound of the zoo for transformers.
