@@ -47,12 +47,26 @@ def test_links_between_pages_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_planning_for_another_card_ends_before_training(capsys):
+    example("plan_for_another_card").main(layers=2)
+    out = capsys.readouterr().out
+    assert "RTX3060-12GB" in out
+    assert "FITS" in out or "MemoryOverflowError: Training needs about" in out
+
+
 @pytest.mark.slow
 def test_demo_refuses_mends_and_trains(capsys):
-    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    demo.main(epochs=1)
+    example("demo").main(epochs=1)
     out = capsys.readouterr().out
     assert "MemoryOverflowError: Training needs about" in out
     assert "FITS" in out
