@@ -27,6 +27,7 @@ def main(layers: int = 24) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         precision="bf16-mixed",
+        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         callbacks=[MemoryPreflight(device="RTX 3060 12GB", stop_after=True)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import islice
 from typing import Any
@@ -123,6 +124,20 @@ def _parse_leaf(text: Any) -> Tensor:
             "'float32[8, 3, 224, 224]' or 'int64[8] = 128'."
         )
     shape = [int(size) for size in match["shape"].replace(",", " ").split()]
-    if match["value"] is None:
+    size_bytes = math.prod(shape) * dtype.itemsize
+    real = match["value"] is not None
+    # A value makes a real tensor of host memory; shapes alone take none.
+    limit = 2**30 if real else 2**63
+    if size_bytes >= limit:
+        raise ValueError(
+            f"{text!r} in `batch_spec` would take {size_bytes} bytes; the limit is {limit}"
+            f"{' where a value is given. Give the shape alone' if real else '. Check the shape'}."
+        )
+    if not real:
         return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.full(shape, float(match["value"]), dtype=dtype)
+    try:
+        return torch.full(shape, float(match["value"]), dtype=dtype)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Cannot read {text!r} in `batch_spec`: {error}. Choose a value of that dtype."
+        ) from error

@@ -80,7 +80,7 @@ def _number_of_batches(trainer: Any, loaders: Any) -> int | float:
     """Batches of one epoch; infinite where the loader does not say."""
     try:
         length: int | float = len(loaders)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError, RuntimeError):  # A CombinedLoader has none before it is opened.
         length = math.inf
     limit = trainer.limit_train_batches
     if isinstance(limit, int):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from lightning_memprec.memory.plan import TrainingPlan
     from lightning_memprec.memory.result import MemoryEstimate, Remedy
     from lightning_memprec.report.verdict import Verdict
 
@@ -48,10 +47,12 @@ def hook_after(hook: str, error: Exception) -> str | None:
     return "on_train_batch_start" if once or hook != "setup" else "on_fit_start"
 
 
-def notes_on(trainer: Any, plan: TrainingPlan, verdict: Verdict, described: bool) -> list[str]:
+def notes_on(trainer: Any, device: str, verdict: Verdict, described: bool) -> list[str]:
     """List what a reader should know about how the verdict was reached."""
     batch = "`batch_spec`" if described else "the first batch of the train loader"
-    notes = [f"Judged in `{verdict.when}` by {batch}, for device `{plan.device}`."]
+    notes = [f"Judged in `{verdict.when}` by {batch}, for device `{device}`."]
+    if device == "cpu" and verdict.capacity_bytes is not None:
+        notes.append("Judged by the rules of the CPU. To plan for a GPU, name one with `device`.")
     for callback in trainer.callbacks:
         if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
             notes.append(f"`{type(callback).__name__}` keeps a copy of the weights, which is not counted.")

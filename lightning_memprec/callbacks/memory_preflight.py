@@ -15,11 +15,13 @@ from lightning_memprec._errors import MemoryOverflowError, TraceError
 from lightning_memprec._isolation import unchanged
 from lightning_memprec._lightning import CallbackBase, end_run, train_loaders
 from lightning_memprec.callbacks._capacity import choose_target
+from lightning_memprec.callbacks._child import isolated
 from lightning_memprec.callbacks._outcome import HOOKS, hook_after, in_words, notes_on, publish
 from lightning_memprec.callbacks._ranks import Finding, gather, merge
 from lightning_memprec.callbacks._trainer_plan import is_sharded, plan_from_trainer
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.remedies import suggest_remedies
+from lightning_memprec.memory.tree import map_tensors
 from lightning_memprec.report.content import overflow_message
 from lightning_memprec.report.verdict import Verdict, judge
 
@@ -145,17 +147,27 @@ class MemoryPreflight(CallbackBase):
     def _attempt(self, trainer: Trainer, pl_module: LightningModule, hook: str, batch: Any = None) -> None:
         """Trace a step; act on the verdict, or note in which hook to try again."""
         error: Exception | None = None
-        estimate = plan = None
-        try:
+        estimate: MemoryEstimate | None = None
+        # Asked here: a forked child cannot reach the device.
+        device = self._target(trainer).estimate_for
+        batch = _off_device(batch)
+
+        def plan() -> TrainingPlan:
+            return self._plan(trainer, pl_module, hook, batch, device)
+
+        def trace() -> MemoryEstimate:
+            # Only counts where the process cannot fork.
             with unchanged(pl_module, getattr(trainer, "datamodule", None), skip=(trainer, self)):
-                plan = self._plan(trainer, pl_module, hook, batch)
-                estimate = estimate_plan(plan)
+                return estimate_plan(plan())
+
+        try:
+            estimate = isolated(trace)
             finding = Finding(estimate.minimum_device_bytes, self._target(trainer).capacity_bytes(estimate))
         except Exception as caught:
             error = caught
             finding = Finding(problem=in_words(caught), next_hook=hook_after(hook, caught))
         decision = merge(gather(finding), HOOKS)
-        if estimate is not None and plan is not None and not decision.problem:
+        if estimate is not None and not decision.problem:
             self._next_hook = None
             self._conclude(trainer, plan, estimate, decision, hook)
         elif self.verdict is None:
@@ -164,7 +176,9 @@ class MemoryPreflight(CallbackBase):
                 self._give_up(trainer, hook, error or TraceError(decision.problem))
         error = None  # its traceback holds this frame, and with it the batch
 
-    def _plan(self, trainer: Trainer, pl_module: LightningModule, hook: str, batch: Any) -> TrainingPlan:
+    def _plan(
+        self, trainer: Trainer, pl_module: LightningModule, hook: str, batch: Any, device: str
+    ) -> TrainingPlan:
         on_device = hook == "on_train_batch_start"
         loaders = None
         if self.batch_spec is not None:
@@ -178,7 +192,7 @@ class MemoryPreflight(CallbackBase):
             trainer,
             pl_module,
             batch,
-            device=self._target(trainer).estimate_for,
+            device=device,
             loaders=loaders,
             set_up=hook != "setup",
             on_device=on_device,
@@ -198,7 +212,12 @@ class MemoryPreflight(CallbackBase):
         return (trainable, total) != (self.estimate.trainable_parameters, self.estimate.total_parameters)
 
     def _conclude(
-        self, trainer: Trainer, plan: TrainingPlan, estimate: MemoryEstimate, decision: Finding, hook: str
+        self,
+        trainer: Trainer,
+        plan: Callable[[], TrainingPlan],
+        estimate: MemoryEstimate,
+        decision: Finding,
+        hook: str,
     ) -> None:
         """Report the verdict and act on it."""
         reason = (
@@ -211,7 +230,7 @@ class MemoryPreflight(CallbackBase):
             when=hook,
             reason=reason,
         )
-        notes = notes_on(trainer, plan, verdict, self.batch_spec is not None)
+        notes = notes_on(trainer, self._target(trainer).estimate_for, verdict, self.batch_spec is not None)
         exceeded = verdict.status in ("tight", "overflow")
         if exceeded and is_sharded(trainer):
             verdict = judge(decision.need_bytes, None, when=hook, reason="the model is sharded, see below.")
@@ -234,12 +253,14 @@ class MemoryPreflight(CallbackBase):
             raise end_run(trainer)
 
     def _find_remedies(
-        self, plan: TrainingPlan, estimate: MemoryEstimate, verdict: Verdict
+        self, plan: Callable[[], TrainingPlan], estimate: MemoryEstimate, verdict: Verdict
     ) -> tuple[Remedy, ...]:
-        with unchanged():
-            return suggest_remedies(
-                plan, estimate, verdict.capacity_bytes or 0, safety_margin=self.safety_margin
-            )
+        def search() -> tuple[Remedy, ...]:
+            with unchanged():
+                capacity_bytes = verdict.capacity_bytes or 0
+                return suggest_remedies(plan(), estimate, capacity_bytes, safety_margin=self.safety_margin)
+
+        return isolated(search)
 
     def _guarded(self, failure: str, function: Callable[..., T], *args: Any) -> T | None:
         """Call what must not end a run when it fails."""
@@ -261,8 +282,14 @@ class MemoryPreflight(CallbackBase):
             raise error
         if self.on_error == "warn":
             rank_zero_warn(
-                f"`MemoryPreflight` could not estimate this run: {in_words(error)} Training goes on without "
-                "a verdict. Give `batch_spec` if the batch is the obstacle, or hide this by `on_error='off'`."
+                f"`MemoryPreflight` could not estimate this run: {in_words(error)} "
+                f"{'It ends here' if self.stop_after else 'Training goes on'} without a verdict. "
+                "Give `batch_spec` if the batch is the obstacle, or hide this by `on_error='off'`."
             )
         if self.stop_after:
             raise end_run(trainer)
+
+
+def _off_device(batch: Any) -> Any:
+    """Take the values, but not the shapes, of a batch that lies on a device: a forked child cannot read them."""
+    return map_tensors(lambda t: torch.empty_like(t, device="meta") if t.device.type == "cuda" else t, batch)

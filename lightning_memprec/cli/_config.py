@@ -77,12 +77,14 @@ def read_run_config(
     require("jsonargparse", extra="cli", purpose="reading LightningCLI configurations")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"Cannot read the configuration `{path}`: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"The configuration `{path}` holds no settings. Write it as LightningCLI prints it.")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as for a program started in this folder
+    if not isinstance(content.get("fit", {}), dict):
+        raise UsageError(f"`fit` in `{path}` holds no settings. Write it as LightningCLI prints it.")
     start = _choose_cli(content.get("fit", content), cli=cli, model=model, data=data)
     # A file with subcommands belongs before the subcommand, one without belongs to it.
     files = ["--config", str(path)]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_memprec._batch import BatchUnavailableError, first_batch, parse_batch_spec
 from lightning_memprec._prepare import prepare_copy
+from lightning_memprec.cli._config import RunConfig, UsageError
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.stand_in import trainer_stand_in
-
-if TYPE_CHECKING:
-    from lightning_memprec.cli._config import RunConfig
 
 __all__ = ["PlannedRun", "plan_run", "preflight_settings"]
 
@@ -67,9 +65,9 @@ def plan_run(config: RunConfig, *, device: str | None, batch_spec: Any = None) -
         precision=_precision(settings),
         device=device,
         strategy=strategy,
-        num_devices=_devices(settings.get("devices"), notes),
-        num_nodes=settings.get("num_nodes") or 1,
-        accumulate_grad_batches=settings.get("accumulate_grad_batches") or 1,
+        num_devices=_devices(settings.get("devices"), strategy, notes),
+        num_nodes=_at_least_one(settings, "num_nodes"),
+        accumulate_grad_batches=_at_least_one(settings, "accumulate_grad_batches"),
         gradient_clip_val=settings.get("gradient_clip_val"),
         gradient_clip_algorithm=str(settings.get("gradient_clip_algorithm") or "norm"),
     )
@@ -133,7 +131,15 @@ def _strategy(setting: Any) -> tuple[str, bool]:
     return name, name.startswith(("fsdp", "deepspeed", "modelparallel"))
 
 
-def _devices(setting: Any, notes: list[str]) -> int:
+def _at_least_one(settings: dict[str, Any], name: str) -> int:
+    """Return a count of the Trainer's settings; the Trainer's own default is 1."""
+    value = settings.get(name)
+    if value is not None and value < 1:
+        raise UsageError(f"`trainer.{name}` must be at least 1, got {value}. Correct the configuration.")
+    return value or 1
+
+
+def _devices(setting: Any, strategy: str, notes: list[str]) -> int:
     if isinstance(setting, (list, tuple)):
         return len(setting)
     text = str(setting if setting is not None else "auto")
@@ -141,5 +147,14 @@ def _devices(setting: Any, notes: list[str]) -> int:
         return len([part for part in text.split(",") if part.strip()])
     if text.isdigit() and int(text) > 0:
         return int(text)
-    notes.append(f"`devices: {text}` is taken as 1: it does not change what one device needs.")
-    return 1
+    if text not in ("auto", "-1"):
+        raise UsageError(
+            f"`trainer.devices` must be a count, a list, 'auto' or -1, got {text!r}. Correct it."
+        )
+    if text == "auto" and strategy == "auto":
+        notes.append(
+            "`devices: auto` is taken as 1. Several would add DDP's buckets, as large as the gradients."
+        )
+        return 1
+    notes.append(f"`devices: {text}` is taken as 2: one device needs the same whatever their number.")
+    return 2

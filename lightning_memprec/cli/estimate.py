@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ __all__ = ["EXIT_CODES", "add_parser", "run"]
 
 EXIT_CODES = {"fits": 0, "overflow": 3, "tight": 4, "undetermined": 5}
 _USAGE = 2
+_LEAF = r"\w+\[[\d\s,]*\](?:\s*=\s*-?\d+(?:\.\d+)?)?"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -84,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judge(config: RunConfig, args: argparse.Namespace) -> int:
-    from lightning_memprec._batch import BatchUnavailableError
+    from lightning_memprec._batch import BatchUnavailableError, parse_batch_spec
     from lightning_memprec._errors import MemPrecError
+    from lightning_memprec.cli._config import UsageError
     from lightning_memprec.cli._run_plan import plan_run, preflight_settings
     from lightning_memprec.memory.estimate import estimate_plan
     from lightning_memprec.memory.remedies import suggest_remedies
@@ -97,10 +101,16 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     margin = args.safety_margin if args.safety_margin is not None else settings.get("safety_margin", 0.05)
     spec = _batch_spec(args.batch_spec) if args.batch_spec else settings.get("batch_spec")
     judge(None, None, safety_margin=margin)
+    if spec is not None:
+        parse_batch_spec(spec)
     try:
-        planned = plan_run(config, device=device, batch_spec=spec)
-        estimate = estimate_plan(planned.plan)
-    except Exception as error:
+        # What the user's classes print does not belong into the report.
+        with redirect_stdout(sys.stderr):
+            planned = plan_run(config, device=device, batch_spec=spec)
+            estimate = estimate_plan(planned.plan)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
         # Whatever the user's own classes raise: without an estimate a gate must stay closed.
         known = isinstance(error, (MemPrecError, BatchUnavailableError))
         reason = f"{error}" if known else f"{type(error).__name__}: {error}"
@@ -115,7 +125,8 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
         verdict = judge(need, None, when="estimate", reason="the model is sharded, see below.")
     remedies: tuple[Remedy, ...] = ()
     if verdict.status in ("tight", "overflow") and not args.no_remedies:
-        remedies = suggest_remedies(planned.plan, estimate, capacity or 0, safety_margin=margin)
+        with redirect_stdout(sys.stderr):
+            remedies = suggest_remedies(planned.plan, estimate, capacity or 0, safety_margin=margin)
     return _print(args, estimate, verdict, remedies, planned.notes)
 
 
@@ -135,7 +146,8 @@ def _batch_spec(text: str) -> Any:
     from lightning_memprec._batch import parse_batch_spec
 
     try:
-        spec = yaml.safe_load(text)
+        # Shapes hold brackets and commas, which YAML would read as lists: quote them for the user.
+        spec = yaml.safe_load(text if re.search("[\"']", text) else re.sub(_LEAF, r'"\g<0>"', text))
     except yaml.YAMLError as error:
         raise ValueError(f"Cannot read `--batch-spec` {text!r} as YAML: {error}") from error
     parse_batch_spec(spec)

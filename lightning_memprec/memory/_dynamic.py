@@ -103,6 +103,20 @@ def _pack_padded_sequence(
     return packed, batch_sizes
 
 
+def _in_place_in_backward(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Write into the zeros that a gradient formula has just made, as a real run does.
+
+    ``value_selecting_reduction_backward``, ``gather_backward``, ``index_backward`` and their kin
+    (aten/src/ATen/native, torch/csrc/autograd/FunctionsManual.cpp) fill fresh zeros in place, unless
+    ``areAnyTensorSubclassLike`` holds, which it does under any dispatch mode: then they copy.
+    """
+    target = args[0]
+    fresh = not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+    return target if fresh and recorder.is_newest(target) else NotImplemented
+
+
 def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The meta kernel takes half precision alone, though CPU and CUDA have a way for float32 too."""
     left, right = args[:2]
@@ -212,6 +226,10 @@ HANDLERS: dict[str, Handler] = {
     "aten::index": _index,
     "aten::masked_select": _masked_select,
     "aten::_pack_padded_sequence": _pack_padded_sequence,
+    "aten::scatter": _in_place_in_backward,
+    "aten::scatter_add": _in_place_in_backward,
+    "aten::index_put": _in_place_in_backward,
+    "aten::index_add": _in_place_in_backward,
     "aten::_grouped_mm": _grouped_mm,
     "aten::_ctc_loss": _ctc_loss,
     "aten::_ctc_loss_backward": _ctc_loss_backward,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Convolution", "CudnnHeuristics"]
+__all__ = ["Convolution", "CudnnHeuristics", "Kind"]
 
 Kind = Literal["forward", "data gradient", "weight gradient"]
 

@@ -144,7 +144,7 @@ def find_device(name: str) -> DeviceSpec:
     hint = f"Did you mean {', '.join(near)}? " if near else ""
     raise ValueError(
         f"{fact}. {hint}Use a name of the catalogue ({', '.join(DEVICES)}), "
-        "or 'cuda' together with the memory of your device."
+        "or give the memory of your device instead."
     )
 
 

@@ -242,7 +242,7 @@ def _reported_faults() -> Iterator[None]:
         location = error_location(error)
         raise TraceError(
             f"The training step could not be traced because it raised {type(error).__name__}"
-            f"{f' at {location}' if location else ''}: {error} "
+            f"{f' at {location}' if location else ''}: {str(error).rstrip('.')}. "
             "If the step runs on real tensors, estimate with the closed form or a real probe."
         ) from error
 

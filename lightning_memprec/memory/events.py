@@ -152,6 +152,11 @@ class Ledger:
         events.storages[ref.index].death = len(events.order)
         events.order.append(~ref.index)
 
+    def is_newest(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor's storage is the one born last."""
+        ref = self._live.get(tensor.untyped_storage()._cdata)
+        return ref is not None and ref.index == len(self.events.storages) - 1
+
     def exclude(self, tensor: Tensor) -> Tensor:
         """Leave a meta tensor uncounted: it stands for a host copy of unknown contents."""
         storage = tensor.untyped_storage()

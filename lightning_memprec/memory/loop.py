@@ -101,7 +101,8 @@ class TrainingLoop:
             self.optimizers = [plan.adapt_optimizer(optimizer) for optimizer in self.optimizers]
         if hasattr(module, "training_step") and hasattr(module._trainer, "optimizers"):
             module._trainer.optimizers = list(self.optimizers)  # type: ignore[union-attr]
-        if plan.strategy.startswith("ddp") and plan.num_devices * plan.num_nodes > 1:
+        # Lightning's "auto" is DDP as soon as there are several devices.
+        if plan.strategy.startswith(("ddp", "auto")) and plan.num_devices * plan.num_nodes > 1:
             self._add_ddp_buckets()
         if self.policy.master_weights:
             self.masters = MasterWeights(self.optimizers, self.recorder, self.names)

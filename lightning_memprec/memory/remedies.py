@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_memprec._errors import MemPrecError
 from lightning_memprec.memory.allocator import minimum_capacity
 from lightning_memprec.memory.allocator_config import AllocatorConfig
+from lightning_memprec.memory.devices import find_device
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import resolve_precision
@@ -148,7 +150,9 @@ def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
         _with_checkpointing,
     )
     precision = resolve_precision(plan.precision)
-    half = "bf16"
+    # Cards before Ampere have no native bfloat16.
+    spec = None if plan.device in ("cpu", "cuda") else find_device(plan.device)
+    half = "bf16" if spec is None or spec.native_bf16 else "16"
     if precision.name == "32-true":
         yield _Change(
             "mixed_precision",
@@ -168,7 +172,7 @@ def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
     yield _Change(
         "eight_bit_optimizer",
         "an 8-bit optimizer",
-        "bitsandbytes.optim.AdamW8bit in `configure_optimizers`",
+        "bitsandbytes.optim.AdamW8bit in place of the optimizer",
         "optimizer states rounded to 8 bits in blocks",
         lambda p: replace(p, adapt_optimizer=_eight_bit),
     )
@@ -211,9 +215,14 @@ def _micro_batch(plan: TrainingPlan, size: int, budget_bytes: int) -> _Change:
         "micro_batch",
         f"a micro-batch of {micro} with {accumulate} accumulation steps",
         f"batch_size={micro}, Trainer(accumulate_grad_batches={accumulate})",
-        "same effective batch in more, smaller steps",
+        f"same effective batch in more, smaller steps{_statistics_note(plan.module)}",
         lambda p: replace(_with_batch(replace(p, batch=plan.batch), size, micro), accumulate_grad_batches=2),
     )
+
+
+def _statistics_note(module: Any) -> str:
+    normalised = isinstance(module, nn.Module) and any(isinstance(m, _BatchNorm) for m in module.modules())
+    return "; batch norm sees fewer samples at a time" if normalised else ""
 
 
 def _with_checkpointing(plan: TrainingPlan) -> TrainingPlan:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_memprec._units import format_bytes, parse_bytes
+
 if TYPE_CHECKING:
     from lightning_memprec.memory.events import MemoryEvents
 
@@ -63,6 +65,9 @@ class Breakdown:
     def fixed_bytes(self) -> int:
         """Parameters, buffers, gradients and optimizer states."""
         return self.parameters_bytes + self.buffers_bytes + self.gradients_bytes + self.optimizer_states_bytes
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in self.items() if size)
 
     def items(self) -> list[tuple[str, int]]:
         """Pairs of readable part name and bytes, in display order."""
@@ -163,7 +168,7 @@ class MemoryEstimate:
     peak_phase: PhasePeak
     phases: tuple[PhasePeak, ...]
     by_module: tuple[ModuleMemory, ...]
-    timeline: tuple[TimelinePoint, ...]
+    timeline: tuple[TimelinePoint, ...] = field(repr=False)
     assumptions: tuple[Assumption, ...]
     device: str
     precision: str
@@ -182,6 +187,12 @@ class MemoryEstimate:
         """Smallest capacity on which the run still works, cached memory given back."""
         return self.minimum_reserved_bytes + self.outside_allocator_bytes
 
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.minimum_device_bytes)} needed on {self.device} in {self.precision}, at most in "
+            f"{self.peak_phase.name.replace('_', ' ')}: {self.breakdown}"
+        )
+
     def fits(self, capacity: int | str, *, safety_margin: float = 0.0) -> bool:
         """Tell whether the run fits a device.
 
@@ -195,8 +206,6 @@ class MemoryEstimate:
         Raises:
             ValueError: If the capacity is no size or the margin lies outside [0, 1).
         """
-        from lightning_memprec._units import parse_bytes
-
         if not 0.0 <= safety_margin < 1.0:
             raise ValueError(f"`safety_margin` must lie in [0, 1), got {safety_margin}.")
         return self.minimum_device_bytes <= parse_bytes(capacity) * (1.0 - safety_margin)

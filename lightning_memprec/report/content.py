@@ -72,7 +72,11 @@ def peak_sentence(estimate: MemoryEstimate) -> str:
         for name, size in highest.items()
         if name != peak.name
     )
-    where = f"{peak.name.replace('_', ' ')}, step {peak.step}" if peak.step >= 0 else peak.name
+    where = (
+        f"{peak.name.replace('_', ' ')}, step {peak.step + 1} of {estimate.steps}"
+        if peak.step >= 0
+        else peak.name
+    )
     text = f"Peak: {where}." + (f" Elsewhere at most: {others}." if others else "")
     cached = estimate.peak_device_bytes
     # Where there is room, the allocator keeps what it could give back: the driver then shows more than is needed.
@@ -147,10 +151,10 @@ def overflow_message(
         return f"{text} Try {'; or '.join(map(_offer, fitting[:3]))}."
     if remedies:
         best = min(remedies, key=lambda remedy: remedy.need_bytes)
-        return (
-            f"{text} No single change is enough; the largest saving: {_offer(best)}. Combine several "
-            f"or use a larger device."
+        tried = (
+            "Not even all changes together are" if best.name == "combined" else "No change that was tried is"
         )
+        return f"{text} {tried} enough; the largest saving: {_offer(best)}. Use a larger device or a smaller model."
     return f"{text} Reduce the batch size or use a larger device."
 
 

@@ -233,3 +233,67 @@ def test_examples(capsys, monkeypatch):
     assert "DOES NOT FIT" in out
     assert "What would help" in out
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("trainer", "buckets"),
+    [
+        ({"devices": 8}, True),  # "auto" is DDP then.
+        ({"devices": 8, "strategy": "ddp"}, True),
+        ({"devices": "auto", "strategy": "ddp"}, True),
+        ({"devices": -1}, True),
+        ({"devices": 1}, False),
+        ({"devices": "auto"}, False),
+    ],
+)
+def test_ddp_buckets_are_counted_wherever_ddp_would_run(program, capsys, trainer, buckets):
+    config = {"trainer": {"accelerator": "gpu", **trainer}}
+    _, report = estimate(capsys, config, "--cli", "prog:MyCLI", "--device", "T4")
+    assert bool(report["estimate"]["breakdown"]["workspaces_bytes"]) == buckets
+
+
+def test_a_batch_spec_needs_no_quotes_inside(program, capsys):
+    plain = "[float32[6, 8], int64[6] = 1]"
+    config = {"trainer": {"accelerator": "cpu"}}
+    reports = [
+        estimate(capsys, config, "--cli", "prog:MyCLI", "--batch-spec", spec)[1]
+        for spec in (plain, "['float32[6, 8]', 'int64[6] = 1']")
+    ]
+    assert reports[0]["estimate"] == reports[1]["estimate"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"accumulate_grad_batches": 0}, "at least 1"),
+        ({"devices": 0}, "devices"),
+        ({"devices": -3}, "devices"),
+    ],
+)
+def test_counts_that_no_trainer_takes_are_bad_usage(program, capsys, trainer, words):
+    code = main_with(capsys, {"trainer": {"accelerator": "gpu", **trainer}}, "--cli", "prog:MyCLI")
+    assert code[0] == 2
+    assert words in code[1]
+
+
+@pytest.mark.parametrize(
+    "spec", ["float32[99999999999999999999, 6]", "float32[9999999, 99999] = 1", "uint8[8, 6] = 300"]
+)
+def test_batches_that_no_machine_holds_are_bad_usage(program, capsys, spec):
+    code, err = main_with(
+        capsys, {"trainer": {"accelerator": "cpu"}}, "--cli", "prog:MyCLI", "--batch-spec", spec
+    )
+    assert code == 2
+    assert "batch_spec" in err
+
+
+def test_a_file_without_settings_under_fit_is_bad_usage(program, capsys):
+    code, err = main_with(capsys, "fit: 3", "--cli", "prog:MyCLI")
+    assert code == 2
+    assert "fit" in err
+
+
+def main_with(capsys, config, *arguments):
+    Path("run.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+    code = main(["estimate", "--config", "run.yaml", *arguments])
+    return code, capsys.readouterr().err

@@ -175,3 +175,16 @@ def test_a_named_device_adds_its_context():
     assert named.device == "A100-80GB"
     assert named.peak_device_bytes == named.peak_reserved_bytes + named.outside_allocator_bytes
     assert {a.name for a in named.assumptions} >= {"traced_batch", "device_context", "allocator"}
+
+
+def test_an_estimate_prints_in_one_line_with_units():
+    text = str(estimate_memory(mlp(), X, loss=total, device="cpu"))
+    assert "needed on cpu in 32-true" in text
+    assert "parameters" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3", "modelparallel"])
+def test_sharding_that_is_not_followed_is_named(strategy):
+    estimate = estimate_memory(mlp(), X, loss=total, device="cuda", strategy=strategy, num_devices=8)
+    assert "sharding" in {a.name for a in estimate.assumptions}

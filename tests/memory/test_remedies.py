@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -177,3 +178,16 @@ def test_expandable_segments_are_a_replay_of_the_same_trace():
     config = AllocatorConfig(expandable_segments=True)
     assert remedies["expandable_segments"].need_bytes == minimum_capacity(estimate.events, config)
     assert "expandable_segments:True" in remedies["expandable_segments"].how
+
+
+@pytest.mark.parametrize(("device", "half"), [("T4", "16"), ("A100-40GB", "bf16")])
+def test_half_precision_is_one_that_the_device_has(device, half):
+    _, remedies = remedies_of(replace(plan_of(), device=device))
+    assert f'"{half}-mixed"' in remedies["mixed_precision"].how
+
+
+def test_batch_norm_is_named_as_a_cost_of_smaller_batches():
+    module = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    _, remedies = remedies_of(plan_of(module, optimizer=sgd, loss=lambda module, batch: module(batch).sum()))
+    assert "batch norm" in remedies["micro_batch"].cost

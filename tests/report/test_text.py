@@ -66,7 +66,7 @@ def test_report_shows_every_part_its_share_and_the_verdict():
         "offered 10.00 GiB",
         "headroom -2.00 GiB",
         "DOES NOT FIT: 2.00 GiB too much.",
-        "Peak: backward, step 1. Elsewhere at most: forward 5.00 GiB.",
+        "Peak: backward, step 2 of 2. Elsewhere at most: forward 5.00 GiB.",
         "layers.0.attention (Attention) 3.00 GiB activations",
         "1. an 8-bit optimizer: 9.00 GiB, fits; cost: rounded states",
         "bnb.AdamW8bit(...)",
@@ -122,7 +122,10 @@ def test_margin_out_of_range(margin):
     ("remedies", "advice"),
     [
         (REMEDIES, "Try an 8-bit optimizer with `bnb.AdamW8bit(...)` (9.00 GiB)."),
-        (REMEDIES[1:], "No single change is enough; the largest saving: a smaller batch with `batch_size=1`"),
+        (
+            REMEDIES[1:],
+            "No change that was tried is enough; the largest saving: a smaller batch with `batch_size=1`",
+        ),
         ((), "Reduce the batch size or use a larger device."),
     ],
 )

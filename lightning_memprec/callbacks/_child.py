@@ -1,0 +1,143 @@
+"""Run the analysis in a forked child, so that whatever the user's code does there cannot reach the run.
+
+A trace runs `setup`, `training_step` and the dataset's code one time more. Caches outside the module, counters on
+classes, open files and teachers in global variables would keep what it left in them; a `sys.exit()` or an endless
+loop would end the run. A forked child starts with everything the process holds and takes all changes with it.
+Data loaders fork their workers from training processes in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_memprec._errors import TraceError
+
+__all__ = ["isolated"]
+
+T = TypeVar("T")
+
+# A trace takes seconds; what takes longer than this hangs.
+_TIME_LIMIT_S = 300.0
+# Raised by autograd in a child whose parent has run backward passes on an accelerator.
+_NO_AUTOGRAD_AFTER_FORK = "fork-based multiprocessing"
+
+
+def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) -> T:
+    """Call a function in a forked child and return what it returned.
+
+    Where a process cannot fork (Windows), or autograd cannot run after a fork, it is called here.
+
+    Args:
+        function: What to call; its result must pickle. What it prints is dropped.
+        time_limit_s: Seconds after which the child is ended.
+
+    Returns:
+        The function's result.
+
+    Raises:
+        Exception: What the function raised. What does not pickle, and ``SystemExit`` and the like, become a
+            :class:`TraceError` that names it.
+        TraceError: If the child took too long or died.
+    """
+    if not hasattr(os, "fork"):
+        return function()
+    try:
+        succeeded, value = _call_in_child(function, time_limit_s)
+    except OSError:  # No process or pipe to be had.
+        return function()
+    if not succeeded and _NO_AUTOGRAD_AFTER_FORK in str(value):
+        return function()
+    if not succeeded:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def _call_in_child(function: Callable[[], Any], time_limit_s: float) -> tuple[bool, Any]:
+    reader, writer = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads. The child runs on this one alone.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _run_as_child(function, writer)
+    os.close(writer)
+    try:
+        payload = _read_all(reader, time.monotonic() + time_limit_s)
+    finally:
+        os.close(reader)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if payload is None:
+        return False, TraceError(
+            f"the step ran for more than {time_limit_s:g} seconds. Give a smaller batch."
+        )
+    if not payload:
+        return False, TraceError("the process that traced the step died. It may have run out of host memory.")
+    return pickle.loads(payload)  # type: ignore[no-any-return]
+
+
+def _read_all(reader: int, deadline: float) -> bytes | None:
+    """Read until the other end closes; ``None`` if that takes too long."""
+    parts: list[bytes] = []
+    while (left := deadline - time.monotonic()) > 0:
+        ready, _, _ = select.select([reader], [], [], left)
+        if not ready:
+            break
+        part = os.read(reader, 1 << 20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+    return None
+
+
+def _run_as_child(function: Callable[[], Any], writer: int) -> NoReturn:
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        _settle_threads()
+        result = _outcome(function)
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(result)
+    finally:
+        os._exit(0)  # No clean-up of what belongs to the parent.
+
+
+def _settle_threads() -> None:
+    # Thread pools do not survive a fork; the count still decides what CPU kernels allocate.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.get_num_threads = lambda: threads
+    if dist.is_available():
+        dist.GroupMember.WORLD = (
+            None  # The group belongs to the parent: a collective here would wait for ever.
+        )
+
+
+def _outcome(function: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps((True, function()))
+    except BaseException as error:
+        try:
+            if not isinstance(error, Exception):
+                raise TypeError from error
+            payload = pickle.dumps((False, error))
+            pickle.loads(payload)
+        except Exception:
+            return pickle.dumps((False, TraceError(f"it raised {type(error).__name__}: {error}")))
+        return payload

@@ -1,0 +1,48 @@
+"""Gradient formulas that fill zeros in place, traced against the CPU allocator's own events."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.memory.zoo.case import Case
+from tests.memory.zoo.comparison import compare
+
+
+class _Then(nn.Module):
+    """A layer, then an operator whose gradient selects or scatters."""
+
+    def __init__(self, select):
+        super().__init__()
+        self.layer = nn.Linear(128, 2048)
+        self.select = select
+
+    def forward(self, x):
+        return self.select(self.layer(x)).sum()
+
+
+INDEX = torch.arange(0, 2048, 2)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        pytest.param(lambda h: h.max(1).values, id="max"),
+        pytest.param(lambda h: h.median(1).values, id="median"),
+        pytest.param(lambda h: h.topk(4, dim=1).values, id="topk"),
+        pytest.param(lambda h: h.gather(1, INDEX.to(h.device).expand(len(h), -1)), id="gather"),
+        pytest.param(lambda h: h.index_select(1, INDEX.to(h.device)), id="index_select"),
+        pytest.param(lambda h: h[:, INDEX.to(h.device)], id="index"),
+    ],
+)
+def test_selecting_gradients_take_what_they_really_take(select):
+    case = Case(
+        name="select",
+        family="mlp",
+        build=lambda: (_Then(select), torch.randn(512, 128)),
+        loss=lambda module, batch: module(batch),
+        optimizer=torch.optim.SGD,
+    )
+    # The bound of the zoo for MLPs.
+    assert abs(compare(case).error) < 0.005
