@@ -200,16 +200,23 @@ def _with_batch(plan: TrainingPlan, size: int, micro: int) -> TrainingPlan:
 def _micro_batch(plan: TrainingPlan, size: int, budget_bytes: int) -> _Change:
     """Find the largest micro-batch that fits: a straight line through two traces, then divisors below it."""
     divisors = [d for d in range(size // 2, 0, -1) if size % d == 0]
-    micro = divisors[-1]
-    try:
+
+    def need_bytes(micro: int) -> int | None:
         # More than two micro-batches need no more memory than two: traced with two to save time.
-        needs = {d: estimate_plan(replace(_with_batch(plan, size, d), accumulate_grad_batches=2)).minimum_device_bytes
-                 for d in {divisors[0], divisors[-1]}}  # fmt: skip
-        slope = (needs[divisors[0]] - needs[micro]) / max(divisors[0] - micro, 1)
-        fitting = [d for d in divisors if needs[micro] + slope * (d - micro) <= budget_bytes]
+        changed = replace(_with_batch(plan, size, micro), accumulate_grad_batches=2)
+        try:
+            return estimate_plan(changed).minimum_device_bytes
+        except MemPrecError:
+            return None
+
+    # Batch norm refuses a single sample: then the next size is the smallest.
+    tried = ((micro, need_bytes(micro)) for micro in divisors[:-3:-1])
+    micro, smallest = next(((m, need) for m, need in tried if need is not None), (divisors[-1], None))
+    largest = need_bytes(divisors[0])
+    if smallest is not None and largest is not None and divisors[0] > micro:
+        slope = (largest - smallest) / (divisors[0] - micro)
+        fitting = [d for d in divisors if d >= micro and smallest + slope * (d - micro) <= budget_bytes]
         micro = fitting[0] if fitting else micro
-    except MemPrecError:
-        pass
     accumulate = plan.accumulate_grad_batches * (size // micro)
     return _Change(
         "micro_batch",
