@@ -54,13 +54,6 @@ def collect(
                     "lightning_memprec/memory/devices.py",
                 )
             )
-        notes.append(
-            Assumption(
-                "library_workspaces",
-                "Workspaces of cuBLAS and cuDNN and temporaries inside kernels are not modelled.",
-                "aten/src/ATen/cuda/CUDABlas.cpp",
-            )
-        )
         if any(isinstance(module, nn.RNNBase) for module in loop.module.modules()):
             notes.append(
                 Assumption(

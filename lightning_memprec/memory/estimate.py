@@ -20,6 +20,7 @@ from lightning_memprec.memory._location import error_location
 from lightning_memprec.memory.analysis import analyse
 from lightning_memprec.memory.autocast import AutocastEmulation
 from lightning_memprec.memory.cpu_semantics import cpu_kernel_allocations, cpu_kernels
+from lightning_memprec.memory.cuda_recorder import CudaRecorder
 from lightning_memprec.memory.cuda_semantics import cuda_kernels, cuda_optimizer_defaults
 from lightning_memprec.memory.devices import DeviceSpec, find_device
 from lightning_memprec.memory.interpose import Interposer
@@ -185,10 +186,10 @@ def _trace(
     plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None
 ) -> tuple[Recorder, nn.Module, TrainingLoop]:
     on_cpu = plan.device == "cpu"
-    recorder = Recorder(cpu_kernel_allocations) if on_cpu else Recorder()
+    capability = spec.compute_capability if spec is not None else _DEFAULT_COMPUTE_CAPABILITY
+    recorder = Recorder(cpu_kernel_allocations) if on_cpu else CudaRecorder(capability)
     redirect = DeviceRedirect("cpu" if on_cpu else "cuda", recorder.known)
     autocast = AutocastEmulation("cpu" if on_cpu else "cuda")
-    capability = spec.compute_capability if spec is not None else _DEFAULT_COMPUTE_CAPABILITY
     _SEMANTICS.use(cpu_kernels() if on_cpu else cuda_kernels(capability))
     with ExitStack() as stack:
         if not on_cpu:
@@ -210,6 +211,8 @@ def _trace(
             recorder.events.modules = names
             loop.configure()
             loop.run()
+    if isinstance(recorder, CudaRecorder):
+        loop.note(recorder.assumption())
     return recorder, module, loop
 
 

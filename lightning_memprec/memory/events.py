@@ -165,6 +165,10 @@ class Ledger:
         weakref.finalize(storage, self._excluded.discard, key)
         return tensor
 
+    def keep(self, size_bytes: int, category: str) -> None:
+        """Count a storage that lives for the rest of the trace and belongs to no tensor."""
+        self.events.storages[self._birth(size_bytes)].category = category
+
     def transient(self, size_bytes: int) -> None:
         """Count a storage that lives only inside one operator."""
         if size_bytes > 0:

@@ -80,11 +80,15 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         out = self._run(operator, func, args, kwargs)
         if operator.allocates:
             self._register_outputs(out)
+        self.finish_operator(func, args, kwargs)
         if operator.written:
             self._after_write(operator, func, args, kwargs, all_known)
         elif all_known and operator.allocates and not operator.uninitialised:
             self._compute_known(func, args, kwargs, out)
         return out
+
+    def finish_operator(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """Called when an operator has run on meta and its outputs are counted; for subclasses."""
 
     def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool, bool]:
         """Return whether the operator runs on meta, has host tensors, and has only known tensors."""

@@ -184,12 +184,17 @@ def test_checkpointed_blocks_keep_their_inputs_alone(use_reentrant, device):
     tensor = batch.nbytes
 
     def forward_peak(estimate):
-        return max(p.peak_allocated_bytes for p in estimate.phases if p.name == "forward")
+        # Of tensors alone, in the first step and in all others: cuBLAS' workspaces come and stay.
+        peak = max(p.peak_allocated_bytes for p in estimate.phases if p.name == "forward")
+        return peak - estimate.breakdown.workspaces_bytes
+
+    def tensors_at_peak(estimate):
+        return estimate.breakdown.total_bytes - estimate.breakdown.workspaces_bytes
 
     # Plain: input, GELU's input, its output (dropout's), and the mask of each block. Checkpointed: the input.
     assert forward_peak(plain) > 6 * 3 * tensor
     assert forward_peak(checkpointed) < (6 + 4) * tensor
-    assert checkpointed.peak_allocated_bytes < 0.7 * plain.peak_allocated_bytes
+    assert tensors_at_peak(checkpointed) < 0.7 * tensors_at_peak(plain)
     assert checkpointed.breakdown.gradients_bytes <= plain.breakdown.gradients_bytes + tensor
 
 
