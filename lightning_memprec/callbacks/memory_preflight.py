@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,7 +27,7 @@ from lightning_memprec.report.content import overflow_message
 from lightning_memprec.report.verdict import Verdict, judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lightning_memprec._lightning import LightningModule, Trainer
     from lightning_memprec.memory.plan import TrainingPlan
@@ -148,26 +149,26 @@ class MemoryPreflight(CallbackBase):
         """Trace a step; act on the verdict, or note in which hook to try again."""
         error: Exception | None = None
         estimate: MemoryEstimate | None = None
-        # Asked here: a forked child cannot reach the device.
-        device = self._target(trainer).estimate_for
-        batch = _off_device(batch)
+        plan: Callable[[], TrainingPlan] | None = None
 
-        def plan() -> TrainingPlan:
-            return self._plan(trainer, pl_module, hook, batch, device)
-
-        def trace() -> MemoryEstimate:
+        def trace(plan: Callable[[], TrainingPlan]) -> MemoryEstimate:
             # Only counts where the process cannot fork.
             with unchanged(pl_module, getattr(trainer, "datamodule", None), skip=(trainer, self)):
                 return estimate_plan(plan())
 
         try:
-            estimate = isolated(trace)
-            finding = Finding(estimate.minimum_device_bytes, self._target(trainer).capacity_bytes(estimate))
+            # The device is asked here: a forked child cannot reach it.
+            target = self._target(trainer)
+            plan = functools.partial(
+                self._plan, trainer, pl_module, hook, _off_device(batch), target.estimate_for
+            )
+            estimate = isolated(functools.partial(trace, plan))
+            finding = Finding(estimate.minimum_device_bytes, target.capacity_bytes(estimate))
         except Exception as caught:
             error = caught
             finding = Finding(problem=in_words(caught), next_hook=hook_after(hook, caught))
         decision = merge(gather(finding), HOOKS)
-        if estimate is not None and not decision.problem:
+        if estimate is not None and plan is not None and not decision.problem:
             self._next_hook = None
             self._conclude(trainer, plan, estimate, decision, hook)
         elif self.verdict is None:
@@ -240,9 +241,7 @@ class MemoryPreflight(CallbackBase):
         if exceeded and self.remedies:
             found = self._guarded("found no remedies", self._find_remedies, plan, estimate, verdict)
             remedies = found or ()
-        self._guarded(
-            "could not report", publish, trainer, estimate, verdict, remedies, notes, self.report_path
-        )
+        self._report(trainer, estimate, remedies, notes)
         if exceeded and self.on_overflow != "off":
             message = overflow_message(estimate, verdict, remedies, self._target(trainer).name)
             if self.on_overflow == "raise":
@@ -262,6 +261,28 @@ class MemoryPreflight(CallbackBase):
 
         return isolated(search)
 
+    def _report(
+        self,
+        trainer: Trainer,
+        estimate: MemoryEstimate | None,
+        remedies: Sequence[Remedy],
+        notes: Sequence[str],
+    ) -> None:
+        """Publish on rank zero; every rank learns whether that failed, so that all go on or none does."""
+        problem = ""
+        assert self.verdict is not None
+        try:
+            publish(trainer, estimate, self.verdict, remedies, notes, self.report_path)
+        except Exception as error:
+            problem = in_words(error)
+        problem = next(filter(None, gather(problem)), "")
+        if problem and self.on_error == "raise":
+            raise TraceError(
+                f"`MemoryPreflight` could not report: {problem} Correct `report_path` or the loggers."
+            )
+        if problem and self.on_error == "warn":
+            rank_zero_warn(f"`MemoryPreflight` could not report: {problem}")
+
     def _guarded(self, failure: str, function: Callable[..., T], *args: Any) -> T | None:
         """Call what must not end a run when it fails."""
         try:
@@ -277,7 +298,7 @@ class MemoryPreflight(CallbackBase):
         """Say that there will be no verdict."""
         self._next_hook = None
         self.verdict = judge(None, None, safety_margin=self.safety_margin, when=hook, reason=in_words(error))
-        self._guarded("could not report", publish, trainer, None, self.verdict, (), (), self.report_path)
+        self._report(trainer, None, (), ())
         if self.on_error == "raise":
             raise error
         if self.on_error == "warn":
