@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Group
+    from rich.table import Table
 
     from lightning_memprec.memory.result import MemoryEstimate, Remedy
     from lightning_memprec.report.verdict import Verdict
@@ -64,9 +65,9 @@ def render_estimate(
     parts.add_section()
     for name, value in capacity_rows(estimate, verdict):
         parts.add_row(Text(name, style="bold"), Text(value, style="bold"))
-    blocks: list[Text | Table] = [Text(title(estimate), style="bold"), parts]
+    blocks: list[Text | Table] = [Text(f"\n{title(estimate)}", style="bold"), parts]
     if verdict is not None:
-        blocks.append(Text(verdict_sentence(verdict), style=f"bold {color}"))
+        blocks.append(Text(f"\n{verdict_sentence(verdict)}", style=f"bold {color}"))
     blocks.append(Text(f"\n{peak_sentence(estimate)}"))
     modules = Table(box=None, show_header=False)
     for module, kind, size, mostly in module_rows(estimate):
@@ -76,9 +77,19 @@ def render_estimate(
     if remedies:
         blocks.append(Text("\nWhat would help", style="bold"))
         for number, (text, how) in enumerate(remedy_lines(tuple(remedies)), start=1):
-            blocks += [Text(f"  {number}. {text}"), Text(f"     {how}", style="cyan")]
+            blocks += [_hanging(f"  {number}.", text, ""), _hanging("    ", how, "cyan")]
     remarks = [*notes, *assumption_lines(estimate.assumptions)]
     if remarks:
         blocks.append(Text("\nAssumed", style="bold"))
-        blocks += [Text(f"  - {remark}", style="dim") for remark in remarks]
+        blocks += [_hanging("  -", remark, "dim") for remark in remarks]
     return Group(*blocks)
+
+
+def _hanging(lead: str, text: str, style: str) -> Table:
+    """Indent the lines that follow as far as the first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    line = Table.grid(padding=(0, 1, 0, 0))
+    line.add_row(Text(lead, style=style), Text(text, style=style))
+    return line
