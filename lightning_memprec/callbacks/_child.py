@@ -36,7 +36,7 @@ _NO_AUTOGRAD_AFTER_FORK = "fork-based multiprocessing"
 def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) -> T:
     """Call a function in a forked child and return what it returned.
 
-    Where a process cannot fork (Windows), or autograd cannot run after a fork, it is called here.
+    Elsewhere than on Linux, or where autograd cannot run after a fork, it is called here.
 
     Args:
         function: What to call; its result must pickle. What it prints is dropped.
@@ -50,7 +50,7 @@ def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) 
             :class:`TraceError` that names it.
         TraceError: If the child took too long or died.
     """
-    if not hasattr(os, "fork"):
+    if sys.platform != "linux":  # Windows cannot fork; system libraries of macOS do not survive it.
         return function()
     try:
         succeeded, value = _call_in_child(function, time_limit_s)

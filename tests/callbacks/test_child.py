@@ -18,6 +18,8 @@ from lightning_memprec.callbacks._child import isolated
 
 from .runs import namespace
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+
 pl = namespace()
 CACHE = {}
 TEACHER = nn.Linear(8, 8)
@@ -91,7 +93,6 @@ def losses_of(step, callbacks):
     return model.losses, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
 @pytest.mark.parametrize("step", [masked, positions, averaged_teacher, shrunk_batch, counted])
 def test_state_outside_the_module_is_what_it_would_be(step):
     losses, weights = losses_of(step, [])
