@@ -52,7 +52,7 @@ def unchanged(*roots: object, skip: Iterable[object] = ()) -> Iterator[None]:
 def _global_generators() -> Iterator[Callable[[], object]]:
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     numpy = sys.modules.get("numpy")
     if numpy is not None:

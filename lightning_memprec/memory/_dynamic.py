@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_memprec._errors import DataDependentError
 from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory._sparse import SPARSE_HANDLERS
+from lightning_memprec.memory.known import MAX_KNOWN_NUMEL
 
 if TYPE_CHECKING:
     from lightning_memprec.memory.trace import Recorder
@@ -189,7 +190,7 @@ def _copy_(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
     covers_all = (
         target.is_contiguous() and target.untyped_storage().nbytes() == target.numel() * target.element_size()
     )
-    if value is not None and covers_all and target.numel() <= 2**21:
+    if value is not None and covers_all and target.numel() <= MAX_KNOWN_NUMEL:
         recorder.known.remember(target, value.to(target.dtype).expand(target.shape).contiguous().clone())
     elif value is not None and target in recorder.known:
         recorder.known.own(target)

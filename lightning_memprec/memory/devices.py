@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_memprec._units import MIB
 
-__all__ = ["DEVICES", "DeviceSpec", "find_device", "is_cuda_like"]
+__all__ = ["DEVICES", "DeviceSpec", "find_device"]
 
 # Compute capability: generation and largest number of resident threads per multiprocessor.
 # Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
@@ -146,29 +146,6 @@ def find_device(name: str) -> DeviceSpec:
         f"{fact}. {hint}Use a name of the catalogue ({', '.join(DEVICES)}), "
         "or give the memory of your device instead."
     )
-
-
-def is_cuda_like(device: str) -> bool:
-    """Tell whether a run on ``device`` follows CUDA's semantics.
-
-    Args:
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:0"`` or a name that :func:`find_device` knows.
-
-    Returns:
-        ``False`` for ``"cpu"``, ``True`` for the others.
-
-    Raises:
-        ValueError: If the device is none of these.
-
-    Example:
-        >>> is_cuda_like("cuda"), is_cuda_like("A100-80GB"), is_cuda_like("cpu")
-        (True, True, False)
-    """
-    if device == "cpu":
-        return False
-    if re.fullmatch(r"cuda(:\d+)?", device) is None:
-        find_device(device)
-    return True
 
 
 def _normalized(name: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memprec._errors import MemPrecError, TraceError
+from lightning_memprec._isolation import unchanged
 from lightning_memprec.memory import assumptions as _assumptions
 from lightning_memprec.memory._location import error_location
 from lightning_memprec.memory.analysis import analyse
@@ -253,19 +252,13 @@ def _reported_faults() -> Iterator[None]:
 @contextmanager
 def _untouched_state() -> Iterator[None]:
     """Keep random generators and the garbage collector as they were, whatever the trace does."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
     collecting = gc.isenabled()
     # A collection in mid-trace would move deaths of cyclic garbage about and make two traces differ.
     gc.disable()
     try:
-        with warnings.catch_warnings():
+        with unchanged(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The real run gives the user's own warnings, once.
             yield
     finally:
         if collecting:
             gc.enable()
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
-        if numpy:
-            numpy.random.set_state(states[2])

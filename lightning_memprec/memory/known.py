@@ -12,7 +12,10 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["KnownValues"]
+__all__ = ["MAX_KNOWN_NUMEL", "KnownValues"]
+
+# What is larger is not even computed: it could not be kept.
+MAX_KNOWN_NUMEL = 2**21
 
 # A twin larger than this is not kept: large float tensors do not steer control flow, and the trace promises
 # to stay small whatever the model's size.

@@ -115,7 +115,7 @@ def _copy_tensor(tensor: Tensor, memo: dict[int, Any], twin: Callable[[Tensor], 
         copied = type(tensor)(tensor.requires_grad, device="meta", dtype=tensor.data.dtype)  # type: ignore[call-arg]
     elif isinstance(tensor, nn.Parameter):
         data = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")  # type: ignore[arg-type]
-        if isinstance(tensor, nn.Parameter) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
             # Modules ask for the classes of quantized weights.
             copied = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
         else:

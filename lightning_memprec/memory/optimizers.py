@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_memprec._errors import TraceError
 from lightning_memprec.memory.result import Assumption
 from lightning_memprec.memory.trace import Recorder
+from lightning_memprec.memory.tree import tensors_in
 
 __all__ = ["configured_optimizers", "configured_schedulers", "state_tensors", "steppable"]
 
@@ -52,20 +53,14 @@ def configured_schedulers(configured: Any) -> list[Any]:
     """
     if isinstance(configured, Mapping):
         given = configured.get("lr_scheduler", configured.get("scheduler"))
-        return (
-            configured_schedulers(given)
-            if isinstance(given, Mapping)
-            else [given]
-            if given is not None
-            else []
-        )
+        if given is None or not isinstance(given, Mapping):
+            return [] if given is None else [given]
+        return configured_schedulers(given)
     if isinstance(configured, (list, tuple)):
         if _is_pair(configured):
-            return [
-                s
-                for item in configured[1]
-                for s in (configured_schedulers(item) if isinstance(item, Mapping) else [item])
-            ]
+            # Bare schedulers, or dictionaries that hold one.
+            entries = (item if isinstance(item, Mapping) else {"scheduler": item} for item in configured[1])
+            return [scheduler for entry in entries for scheduler in configured_schedulers(entry)]
         return [scheduler for item in configured for scheduler in configured_schedulers(item)]
     return []
 
@@ -77,19 +72,8 @@ def _is_pair(configured: Any) -> bool:
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor]]:
     """Yield ``(parameter, tensor)`` for every tensor in an optimizer's state, containers included."""
     for parameter, state in optimizer.state.items():
-        for tensor in _tensors_in(state):
+        for tensor in tensors_in(state):
             yield parameter, tensor
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 class _NoEarlyExit(TorchFunctionMode):
@@ -147,9 +131,8 @@ def steppable(
             )
         )
         if tensor.dtype is torch.bool:
-            return (
-                False  # Optimizers ask for what is out of the ordinary: `norm == 0`, `isnan`, `norm > limit`.
-            )
+            # Optimizers ask for what is out of the ordinary: `norm == 0`, `isnan`, `norm > limit`.
+            return False
         return tensor.new_full((), float("nan") if is_lbfgs else 1.0, device="cpu").item()
 
     def evaluate() -> Any:

@@ -21,12 +21,11 @@ from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory._operator import Operator, flat_tensors, map_arguments
 from lightning_memprec.memory._replay import MetaKernelCache
 from lightning_memprec.memory.events import Ledger, strided_parts
-from lightning_memprec.memory.known import KnownValues
+from lightning_memprec.memory.known import MAX_KNOWN_NUMEL, KnownValues
 
 __all__ = ["Recorder"]
 
 _META = torch.device("meta")
-_MAX_KNOWN_NUMEL = 2**21
 
 
 class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
@@ -174,7 +173,7 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
 
     def _compute_known(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         outputs = list(flat_tensors([out]))
-        if not outputs or any(t.numel() > _MAX_KNOWN_NUMEL for t in outputs):
+        if not outputs or any(t.numel() > MAX_KNOWN_NUMEL for t in outputs):
             return
         if all(t in self.known for t in outputs):
             return  # A view of what is known already.

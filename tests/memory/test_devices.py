@@ -3,7 +3,7 @@ import re
 import pytest
 
 from lightning_memprec._units import GIB, MIB
-from lightning_memprec.memory.devices import DEVICES, find_device, is_cuda_like
+from lightning_memprec.memory.devices import DEVICES, find_device
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,3 @@ def test_context_follows_published_readings_of_an_empty_context(name, bare_mib):
 def test_context_is_a_small_part_of_every_device():
     for spec in DEVICES.values():
         assert 300 * MIB < spec.context_bytes < 0.08 * spec.memory_bytes
-
-
-@pytest.mark.parametrize(
-    ("device", "expected"),
-    [("cpu", False), ("cuda", True), ("cuda:1", True), ("A100-80GB", True), ("rtx 3060", True)],
-)
-def test_is_cuda_like(device, expected):
-    assert is_cuda_like(device) is expected
-
-
-@pytest.mark.parametrize("device", ["tpu", "cuda:x", "meta"])
-def test_is_cuda_like_rejects_other_devices(device):
-    with pytest.raises(ValueError, match="Unknown device"):
-        is_cuda_like(device)
