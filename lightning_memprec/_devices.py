@@ -30,9 +30,13 @@ _GENERATIONS = {
 # 426 MiB on an RTX 6000 Ada (142), unslothai/unsloth-zoo#1053.
 _CONTEXT_BYTES_PER_THREAD = 2048
 
-# Kernels and library handles load when first used. The middle of the 0.13 to 0.38 GiB by which device-wide
-# readings of one-GPU training runs exceed the allocator's own figure (torch 2.6, CUDA 12.4).
-_LOADED_KERNELS_BYTES = 256 * MIB
+# Kernels and library handles load when first used (lazily, CUDA 11.7 and later). PyTorch's out-of-memory message
+# tells what a process holds beside the allocator's memory. Less the context, that is 43 MiB on an RTX 4060
+# (ESRSchao/EdgeRegNet#2), 66 on an RTX A4000 (DengKaiCQ/VGGT-Long#6), 55 on a T4 (Zheng-Chong/CatVTON#133), 61 on an
+# RTX 2080 Ti (lllyasviel/FramePack#369), 69 on an A100 (TianheWu/CoSeR#10), 81 on an L40 (QwenLM/Qwen3-VL#2097),
+# 88 on an L40S (huggingface/sentence-transformers#3214), 89 on an RTX 4090 (pinokiofactory/flux-webui#11): each
+# +-15 MiB, since the message rounds; their middle is 67.
+_LOADED_KERNELS_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class DeviceSpec:
 
         Modelled, for one process with lazily loaded kernels (CUDA 11.7 and later). The context itself follows
         published readings within 5 %; the kernels depend on how many different ones the run uses and can be
-        128 MiB more or less. NCCL buffers and other processes are not included.
+        64 MiB more or less. Older CUDA, or ``CUDA_MODULE_LOADING=EAGER``, loads all kernels at once: about
+        1 GiB more. NCCL buffers and other processes are not included.
         """
         threads = self.multiprocessors * _GENERATIONS[self.compute_capability][1]
         return threads * _CONTEXT_BYTES_PER_THREAD + _LOADED_KERNELS_BYTES
