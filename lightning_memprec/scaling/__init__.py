@@ -1,0 +1,1 @@
+"""Loss-scale health and the choice of a precision; knows tensors and nothing of Lightning."""
