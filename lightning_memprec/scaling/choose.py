@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_memprec._units import format_bytes
 from lightning_memprec._devices import find_device
+from lightning_memprec._units import format_bytes
 from lightning_memprec.scaling.capabilities import Capabilities, capabilities_of_cuda, detect_capabilities
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from lightning_memprec._units import format_bytes
 from lightning_memprec._devices import DEVICES
+from lightning_memprec._units import format_bytes
 from lightning_memprec.memory.estimate import estimate_memory
 from lightning_memprec.scaling.capabilities import (
     Capabilities,
