@@ -2,7 +2,7 @@
 
 Run: ``python -m benchmarks.memory_accuracy [--only PATTERN] [--cudnn] [--json PATH]``. Nothing here touches a
 device. No row was measured with the cuDNN that is installed here, and versions differ in the algorithms they
-choose: without ``--cudnn`` the estimates know no workspaces of convolutions.
+choose: without ``--cudnn`` the estimates know no workspaces of convolutions. Rows of LitGPT need ``litgpt``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from unittest.mock import patch
 
 from benchmarks._machine import describe_machine
 from benchmarks.published_peaks import PEAKS, PublishedPeak
+from lightning_memprec._devices import _LOADED_KERNELS_BYTES, find_device
 from lightning_memprec._units import GIB
 from lightning_memprec.memory import cudnn
 from lightning_memprec.memory.allocator import minimum_capacity, simulate
-from lightning_memprec.memory.devices import _LOADED_KERNELS_BYTES, find_device
 from lightning_memprec.memory.estimate import estimate_memory
 from lightning_memprec.memory.events import MemoryEvents
+from lightning_memprec.memory.steady import with_more_steps
 
 __all__ = ["Scored", "Summary", "predict", "relative_error", "summarize"]
 
@@ -132,10 +133,9 @@ def predict(peak: PublishedPeak) -> Scored:
             device=peak.device,
             accumulate_grad_batches=peak.accumulate,
             gradient_clip_val=peak.clip,
-            steps=peak.steps,
         )
     assert estimate.events is not None
-    estimated, needed = _quantity(peak, estimate.events)
+    estimated, needed = _quantity(peak, with_more_steps(estimate.events))
     return Scored(peak, estimated, needed, time.perf_counter() - start)
 
 

@@ -18,12 +18,11 @@ __all__ = [
     "classification",
     "criterion",
     "language_model",
-    "llama2_7b_lora",
+    "litgpt_lora",
     "llama_3b",
     "llama_3b_ia3",
     "llama_3b_lora",
     "llama_rms_norm",
-    "phi_lora",
     "pictures",
     "repeated_norm",
     "timm_model",
@@ -67,6 +66,8 @@ def _transformer(kind: str, **config: Any) -> Build:
     def build() -> nn.Module:
         import transformers
 
+        transformers.AttentionInterface.register("sdpa_with_copies", _sdpa_with_copies)
+        transformers.AttentionMaskInterface.register("sdpa_with_copies", transformers.masking_utils.sdpa_mask)
         config_type = getattr(transformers, f"{kind.split('For')[0].removesuffix('LMHeadModel')}Config")
         model: nn.Module = getattr(transformers, kind)(config_type(**config))
         return model.train()
@@ -74,6 +75,41 @@ def _transformer(kind: str, **config: Any) -> Build:
     return build
 
 
+def _sdpa_with_copies(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers 4.51 called it: dense query, keys and values, one for every head."""
+    groups = query.size(1) // key.size(1)
+    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    query, key, value = (t.contiguous() for t in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, options.get("dropout", 0.0), is_causal=attention_mask is None
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _kept_keys(encoder_decoder: bool) -> Any:
+    """A cache that keeps the first keys and values as they come, as transformers 4.51 did; newer ones copy them.
+
+    With labels and ``use_cache``, the default, a model's output holds it until the next output replaces it.
+    """
+    from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+    class KeptLayer(DynamicLayer):
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.keys, self.values, self.is_initialized = keys, values, True
+            return keys, values
+
+    caches = [Cache(layer_class_to_replicate=KeptLayer) for _ in range(1 + encoder_decoder)]
+    return EncoderDecoderCache(*caches) if encoder_decoder else caches[0]
+
+
+# The runs had transformers 4.51.3, as their repository's container says.
 XMEM_TRANSFORMERS = {
     "gpt-neo-125M": _transformer(
         "GPTNeoForCausalLM",
@@ -83,7 +119,7 @@ XMEM_TRANSFORMERS = {
     "Cerebras-GPT-111M": _transformer(
         "GPT2LMHeadModel",
         n_embd=768, n_layer=10, n_head=12, n_inner=3072, n_positions=2048, activation_function="gelu",
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa_with_copies",
     ),
     "T5-small": _transformer(
         "T5ForConditionalGeneration",
@@ -93,12 +129,12 @@ XMEM_TRANSFORMERS = {
     "Qwen3-4B": _transformer(
         "Qwen3ForCausalLM",
         vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, attn_implementation="sdpa_with_copies",
     ),
     "DeepSeek-R1-Distill-Qwen-1.5B": _transformer(
         "Qwen2ForCausalLM",
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, tie_word_embeddings=False,
+        num_key_value_heads=2, tie_word_embeddings=False, attn_implementation="sdpa_with_copies",
     ),
 }  # fmt: skip
 
@@ -107,26 +143,17 @@ llama_3b = _transformer(
     vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
     num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=True,
 )  # fmt: skip
-_llama2_7b = _transformer(
-    "LlamaForCausalLM",
-    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-)  # fmt: skip
-_phi = _transformer(
-    "PhiForCausalLM",
-    vocab_size=51200, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32,
-    partial_rotary_factor=0.5, hidden_act="gelu",  # LitGPT calls the fused function, transformers its parts.
-)  # fmt: skip
 
 
-def _adapted(base: Build, kind: str, *, float32_adapters: bool = True, **config: Any) -> Build:
-    """A frozen bfloat16 base with adapters."""
+def _adapted(base: Build, kind: str, **config: Any) -> Build:
+    """A frozen bfloat16 base with float32 adapters."""
 
     def build() -> nn.Module:
         import peft
 
         model = base().to(torch.bfloat16)
         adapter = getattr(peft, kind)(task_type="CAUSAL_LM", **config)
-        return peft.get_peft_model(model, adapter, autocast_adapter_dtype=float32_adapters)
+        return peft.get_peft_model(model, adapter)
 
     return build
 
@@ -140,12 +167,26 @@ llama_3b_ia3 = _adapted(
     target_modules=["down_proj", "v_proj", "k_proj"],
     feedforward_modules=["down_proj"],
 )
-_LITGPT_LORA: dict[str, Any] = {
-    "float32_adapters": False, "r": 8, "lora_alpha": 16, "lora_dropout": 0.05,
-    "target_modules": ["q_proj", "v_proj"],
-}  # fmt: skip
-phi_lora = _adapted(_phi, "LoraConfig", **_LITGPT_LORA)
-llama2_7b_lora = _adapted(_llama2_7b, "LoraConfig", **_LITGPT_LORA)
+
+
+def litgpt_lora(name: str) -> Build:
+    """LitGPT's own model with its own adapters, in bfloat16 throughout."""
+
+    def build() -> nn.Module:
+        from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
+
+        adapters = {
+            "lora_r": 8,
+            "lora_alpha": 16,
+            "lora_dropout": 0.05,
+            "lora_query": True,
+            "lora_value": True,
+        }
+        model: nn.Module = GPT(Config.from_name(name, **adapters))
+        mark_only_lora_as_trainable(model)
+        return model.to(torch.bfloat16)
+
+    return build
 
 
 class Logits(nn.Module):
@@ -155,7 +196,7 @@ class Logits(nn.Module):
         super().__init__()
         self.logits = nn.Parameter(torch.empty(rows, classes))
 
-    def forward(self) -> Tensor:  # noqa: D102
+    def forward(self) -> Tensor:
         return self.logits
 
 
@@ -231,14 +272,20 @@ def classification(
     return loss
 
 
-def language_model(*, late_zero_grad: bool = False) -> Loss:
-    """The model's own loss, in a loop whose variable still holds the outputs of the step before."""
+def language_model(*, late_zero_grad: bool = False, keep_keys: bool = False) -> Loss:
+    """The model's own loss, in a loop whose variable still holds the outputs of the step before.
+
+    Args:
+        late_zero_grad: Whether gradients are cleared after the forward pass; otherwise before it.
+        keep_keys: Whether the outputs hold keys and values as the transformers of 2025 kept them.
+    """
     kept: dict[str, Any] = {}
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
         if not late_zero_grad:
             module.zero_grad()
-        kept["outputs"] = module(**batch)
+        cache = {"cache": _kept_keys(module.config.is_encoder_decoder)} if keep_keys else {}  # type: ignore[union-attr]
+        kept["outputs"] = module(**batch, **cache)
         result: Tensor = kept["outputs"].loss
         return result
 
@@ -246,19 +293,15 @@ def language_model(*, late_zero_grad: bool = False) -> Loss:
 
 
 def chunked_language_model(chunk: int = 128) -> Loss:
-    """Head and cross-entropy on pieces of the sequence; returns the loss callable."""
+    """LitGPT's loss: head and cross-entropy on pieces of the sequence."""
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
-        causal: Any = module.get_base_model()  # type: ignore[operator]
-        hidden = causal.model(input_ids=batch["input_ids"], use_cache=False)[0]
-        labels = batch["labels"][:, 1:].split(chunk, dim=1)
-        logits = [causal.lm_head(piece) for piece in hidden.split(chunk, dim=1)]
-        logits[-1] = logits[-1][:, :-1]
-        parts = [
-            F.cross_entropy(piece.reshape(-1, piece.size(-1)), target.reshape(-1), reduction="none")
-            for piece, target in zip(logits, labels, strict=False)
-        ]
-        return torch.cat(parts).mean()
+        from litgpt.utils import chunked_cross_entropy
+
+        logits = module(batch["input_ids"], lm_head_chunk_size=chunk)
+        logits[-1] = logits[-1][..., :-1, :]
+        result: Tensor = chunked_cross_entropy(logits, batch["labels"][..., 1:], chunk_size=chunk)
+        return result
 
     return loss
 

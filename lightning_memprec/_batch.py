@@ -1,20 +1,26 @@
-"""One batch for the trace: from a data loader without opening it twice, or from a written description."""
+"""A batch for the trace: from a data loader without opening it twice, or from a written description."""
 
 from __future__ import annotations
 
 import math
 import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memprec._isolation import unchanged
 
-__all__ = ["BatchUnavailableError", "first_batch", "parse_batch_spec"]
+__all__ = ["BatchUnavailableError", "SampledBatch", "first_batch", "largest_batch", "parse_batch_spec"]
+
+# A batch that takes seconds to read must not hold up the start of a run.
+_TIME_LIMIT_S = 5.0
 
 _LEAF = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<shape>[\d\s,]*)\]\s*(?:=\s*(?P<value>-?\d+(?:\.\d+)?))?\s*")
 
@@ -23,15 +29,54 @@ class BatchUnavailableError(Exception):
     """No batch can be had without changing the data that the run will see; the message says why."""
 
 
-def first_batch(loaders: Any, *, streams: bool = False) -> Any:
-    """Read the first batch of a loader, without workers and without a trace.
-
-    The indices come from the loader's own sampler and the samples from its dataset, in this process. Every
-    random generator and all state in reach are put back, so the loader later yields what it would have.
+@dataclass(frozen=True)
+class SampledBatch:
+    """The largest of the batches that were looked at.
 
     Args:
-        loaders: A ``DataLoader``, a tree of them, or Lightning's ``CombinedLoader``.
+        batch: The batch as the loader would have collated it.
+        index: Its number in the order of the data, counted from 0.
+        looked_at: How many batches were looked at.
+    """
+
+    batch: Any
+    index: int
+    looked_at: int
+
+    def describe(self, loader: str) -> str:
+        """Say which batch of a loader it is, such as ``"the train loader"``."""
+        if self.looked_at == 1:
+            return f"the first batch of {loader}"
+        if self.index == 0:
+            return f"the first batch of {loader} (of {self.looked_at}, none is larger)"
+        return f"the largest of the first {self.looked_at} batches (index {self.index}) of {loader}"
+
+
+def first_batch(loaders: Any, *, streams: bool = False) -> Any:
+    """Read the first batch of a loader; see :func:`largest_batch`.
+
+    Example:
+        >>> first_batch(DataLoader(list(range(6)), batch_size=2))
+        tensor([0, 1])
+    """
+    return largest_batch(loaders, count=1, streams=streams).batch
+
+
+def largest_batch(
+    loaders: Any, *, count: int, streams: bool = False, time_limit_s: float = _TIME_LIMIT_S
+) -> SampledBatch:
+    """Read the first batches of a loader, without workers and without a trace, and keep the largest.
+
+    The indices come from the loader's own sampler and the samples from its dataset, in this process. Every
+    random generator and all state in reach are put back, so the loader later yields what it would have. The
+    largest batch is the one whose tensors have the most elements in all; of several, the first.
+
+    Args:
+        loaders: A ``DataLoader``, a tree of them, or Lightning's ``CombinedLoader``. Of a tree, batches of the
+            same number belong together.
+        count: How many batches to look at.
         streams: Read iterable datasets too. They cannot be wound back: only where no run follows.
+        time_limit_s: Seconds after which no further batch is read. The first is read in any case.
 
     Returns:
         The batch as the loader would have collated it, in the tree that ``training_step`` receives.
@@ -40,8 +85,9 @@ def first_batch(loaders: Any, *, streams: bool = False) -> Any:
         BatchUnavailableError: If the loader can only be opened once, is of an unknown kind, or is empty.
 
     Example:
-        >>> first_batch(DataLoader(list(range(6)), batch_size=2))
-        tensor([0, 1])
+        >>> texts = [torch.zeros(length) for length in (3, 7, 5)]
+        >>> largest_batch(DataLoader(texts, batch_size=1), count=8).describe("the loader")
+        'the largest of the first 3 batches (index 1) of the loader'
     """
     # `CombinedLoader` exists in both Lightning namespaces; it is recognised by what it has.
     if hasattr(loaders, "flattened") and hasattr(loaders, "iterables"):
@@ -49,16 +95,47 @@ def first_batch(loaders: Any, *, streams: bool = False) -> Any:
         loaders = loaders.flattened[0] if sequential and loaders.flattened else loaders.iterables
     if loaders is None:
         raise BatchUnavailableError("there is no train loader")
+    deadline = time.monotonic() + time_limit_s
+    largest: SampledBatch | None = None
+    size = looked_at = 0
     with unchanged(loaders):
-        return tree_map(lambda loader: _read(loader, streams=streams), loaders)
+        leaves, tree = tree_flatten(loaders)
+        if not leaves:
+            raise BatchUnavailableError("there is no train loader")
+        readers = [_read(loader, streams=streams) for loader in leaves]
+        for batches in islice(zip(*readers, strict=False), count):
+            batch = tree_unflatten(batches, tree)
+            elements = _elements(batch)
+            if largest is None or elements > size:
+                largest, size = SampledBatch(batch, looked_at, 0), elements
+            looked_at += 1
+            if time.monotonic() > deadline:
+                break
+        del readers  # closed before the state is put back
+    if largest is None:
+        names = ", ".join(f"`{type(loader).__qualname__}`" for loader in leaves)
+        raise BatchUnavailableError(f"the loader ({names}) is empty")
+    return replace(largest, looked_at=looked_at)
 
 
-def _read(loader: Any, *, streams: bool) -> Any:
+def _elements(tree: Any, depth: int = 3) -> int:
+    """Count the elements of all tensors in a batch, in plain objects too."""
+    count = 0
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            count += leaf.numel()
+        elif depth and hasattr(leaf, "__dict__"):
+            count += _elements(list(vars(leaf).values()), depth - 1)
+    return count
+
+
+def _read(loader: Any, *, streams: bool) -> Iterator[Any]:
+    """Return the batches of a loader, read as they are asked for."""
     name = type(loader).__qualname__
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         if streams and hasattr(loader, "__iter__"):
-            return _next(loader, name)
-        raise BatchUnavailableError(f"a train loader of type `{name}` may not be opened twice")
+            return iter(loader)
+        raise BatchUnavailableError(f"a loader of type `{name}` may not be opened twice")
     dataset = loader.dataset
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(dataset, IterableDataset):
@@ -66,29 +143,27 @@ def _read(loader: Any, *, streams: bool) -> Any:
             raise BatchUnavailableError(
                 f"`{type(dataset).__qualname__}` is an `IterableDataset`, which may not be opened twice"
             )
-        stream = iter(dataset)
-        if loader.batch_size is None:
-            return loader.collate_fn(_next(stream, name))
-        samples = list(islice(stream, loader.batch_size))
-        if not samples:
-            raise BatchUnavailableError(f"the train loader (`{name}`) is empty")
-        return loader.collate_fn(samples)
+        return _read_stream(loader, iter(dataset))
     if hasattr(sampler, "__next__") or hasattr(getattr(sampler, "sampler", None), "__next__"):
-        raise BatchUnavailableError(
-            "the sampler of the train loader is an iterator, which can be read only once"
-        )
-    index = _next(sampler, name)
+        raise BatchUnavailableError("the sampler of the loader is an iterator, which can be read only once")
+    return (_collate(loader, index) for index in sampler)
+
+
+def _read_stream(loader: DataLoader[Any], stream: Iterator[Any]) -> Iterator[Any]:
+    if loader.batch_size is None:
+        yield from map(loader.collate_fn, stream)
+        return
+    while samples := list(islice(stream, loader.batch_size)):
+        yield loader.collate_fn(samples)
+
+
+def _collate(loader: DataLoader[Any], index: Any) -> Any:
+    dataset: Any = loader.dataset
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[index])
     if hasattr(dataset, "__getitems__"):
         return loader.collate_fn(dataset.__getitems__(index))
     return loader.collate_fn([dataset[i] for i in index])
-
-
-def _next(iterable: Any, name: str) -> Any:
-    for item in iterable:
-        return item
-    raise BatchUnavailableError(f"the train loader (`{name}`) is empty")
 
 
 def parse_batch_spec(spec: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_memprec._batch import BatchUnavailableError, first_batch, parse_batch_spec
+from lightning_memprec._batch import BatchUnavailableError, first_batch, largest_batch, parse_batch_spec
 
 Pair = namedtuple("Pair", "a b")
 DATA = TensorDataset(torch.arange(20.0), torch.arange(20))
@@ -169,3 +169,79 @@ def test_description_that_cannot_be_read_is_shown(leaf):
     with pytest.raises(ValueError, match="Cannot read") as caught:
         parse_batch_spec({"x": [leaf]})
     assert repr(leaf) in str(caught.value)
+
+
+def texts(*lengths):
+    """A loader of one text a batch."""
+    return DataLoader([torch.full((length,), length) for length in lengths], batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "index", "looked_at", "words"),
+    [
+        ((3, 7, 5), 8, 1, 3, "the largest of the first 3 batches (index 1) of it"),
+        ((3, 5, 7), 2, 1, 2, "the largest of the first 2 batches (index 1) of it"),
+        ((3, 5, 7), 1, 0, 1, "the first batch of it"),
+        ((7, 7, 7), 3, 0, 3, "the first batch of it (of 3, none is larger)"),
+    ],
+)
+def test_largest_batch_is_found_and_named(lengths, count, index, looked_at, words):
+    sample = largest_batch(texts(*lengths), count=count)
+    assert sample.batch.shape == (1, lengths[index])
+    assert (sample.index, sample.looked_at) == (index, looked_at)
+    assert sample.describe("it") == words
+
+
+@pytest.mark.parametrize("loader", [pytest.param(loader, id=name) for name, loader in loaders()])
+def test_looking_at_many_batches_changes_nothing_that_comes_later(loader):
+    state = torch.get_rng_state()
+    own = loader.generator.get_state() if loader.generator is not None else None
+    plain = list(loader)
+    torch.set_rng_state(state)
+    if own is not None:
+        loader.generator.set_state(own)
+    largest_batch(loader, count=100)
+    assert equal(list(loader), plain)
+
+
+def test_only_as_many_batches_are_read_as_asked_for():
+    read = []
+
+    class Watched(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            read.append(index)
+            return torch.zeros(1)
+
+    largest_batch(DataLoader(Watched(), batch_size=2), count=3)
+    assert read == [0, 1, 2, 3, 4, 5]
+    read.clear()
+    largest_batch(DataLoader(Watched(), batch_size=2), count=3, time_limit_s=0.0)
+    assert read == [0, 1]
+
+
+def test_loaders_of_a_tree_are_read_side_by_side():
+    sample = largest_batch({"a": texts(9, 1, 1, 1), "b": texts(1, 20, 3)}, count=8)
+    assert {key: value.numel() for key, value in sample.batch.items()} == {"a": 1, "b": 20}
+    assert (sample.index, sample.looked_at) == (1, 3)
+
+
+def test_stream_gives_its_largest_batch_on_request():
+    class Texts(IterableDataset):
+        def __iter__(self):
+            return (torch.zeros(length) for length in (2, 4, 3))
+
+    assert largest_batch(DataLoader(Texts(), batch_size=None), count=8, streams=True).index == 1
+    assert largest_batch(DataLoader(Texts(), batch_size=1), count=8, streams=True).index == 1
+
+
+def test_elements_inside_objects_count():
+    class Graph:
+        def __init__(self, nodes):
+            self.store = {"x": torch.zeros(nodes, 4)}
+
+    graphs = [Graph(2), Graph(9), Graph(5)]
+    loader = DataLoader(graphs, batch_size=None, collate_fn=lambda graph: graph)
+    assert largest_batch(loader, count=8).batch is graphs[1]

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from lightning_memprec._units import GIB, MIB
 from lightning_memprec._devices import DEVICES, find_device
+from lightning_memprec._units import GIB, MIB
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_memprec._devices import find_device
 from lightning_memprec._units import parse_bytes
-from lightning_memprec.memory.devices import find_device
 
 if TYPE_CHECKING:
-    from lightning_memprec.memory.result import MemoryEstimate
+    pass
 
 __all__ = ["Target", "choose_target"]
 
@@ -32,16 +32,19 @@ class Target:
     total_bytes: int | None
     root_device: torch.device
 
-    def capacity_bytes(self, estimate: MemoryEstimate) -> int | None:
+    def capacity_bytes(self, context_bytes: int) -> int | None:
         """Return what the device offers this process, ``None`` if nothing tells.
 
         A live device offers what is free plus what this process holds already: memory that its allocator has
         reserved, and the context, which the estimate counts and which exists by now.
+
+        Args:
+            context_bytes: The estimate's ``outside_allocator_bytes``.
         """
         if self.total_bytes is not None or self.root_device.type != "cuda":
             return self.total_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self.root_device)
-        return free_bytes + torch.cuda.memory_reserved(self.root_device) + estimate.outside_allocator_bytes
+        return free_bytes + torch.cuda.memory_reserved(self.root_device) + context_bytes
 
 
 def choose_target(device: str | None, device_memory: int | str | None, root_device: torch.device) -> Target:

@@ -9,7 +9,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_memprec._batch import BatchUnavailableError
 from lightning_memprec._errors import DataDependentError, TraceError
 from lightning_memprec._optional import is_installed
-from lightning_memprec._prepare import is_compiled
 from lightning_memprec.callbacks._trainer_plan import is_sharded
 from lightning_memprec.report.file import report_as_dict, write_report
 from lightning_memprec.report.text import format_estimate
@@ -47,19 +46,14 @@ def hook_after(hook: str, error: Exception) -> str | None:
     return "on_train_batch_start" if once or hook != "setup" else "on_fit_start"
 
 
-def notes_on(trainer: Any, device: str, verdict: Verdict, described: bool) -> list[str]:
-    """List what a reader should know about how the verdict was reached."""
-    batch = "`batch_spec`" if described else "the first batch of the train loader"
-    notes = [f"Judged in `{verdict.when}` by {batch}, for device `{device}`."]
+def notes_on(trainer: Any, device: str, verdict: Verdict) -> list[str]:
+    """List what a reader should know of the run that the estimate does not."""
+    notes = []
     if device == "cpu" and verdict.capacity_bytes is not None:
         notes.append("Judged by the rules of the CPU. To plan for a GPU, name one with `device`.")
     for callback in trainer.callbacks:
         if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
             notes.append(f"`{type(callback).__name__}` keeps a copy of the weights, which is not counted.")
-    if is_compiled(trainer.lightning_module):
-        notes.append(
-            "`torch.compile` is not followed: the figures are those of the module before compilation."
-        )
     if is_sharded(trainer):
         notes.append(
             f"`{type(trainer.strategy).__name__}` splits the model over devices. The figures are for one "

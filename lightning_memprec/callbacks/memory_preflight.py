@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -11,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_memprec._batch import first_batch, parse_batch_spec
+from lightning_memprec._batch import largest_batch, parse_batch_spec
 from lightning_memprec._errors import MemoryOverflowError, TraceError
 from lightning_memprec._isolation import unchanged
 from lightning_memprec._lightning import CallbackBase, end_run, train_loaders
@@ -19,8 +20,14 @@ from lightning_memprec.callbacks._capacity import choose_target
 from lightning_memprec.callbacks._child import isolated
 from lightning_memprec.callbacks._outcome import HOOKS, hook_after, in_words, notes_on, publish
 from lightning_memprec.callbacks._ranks import Finding, gather, merge
-from lightning_memprec.callbacks._trainer_plan import is_sharded, plan_from_trainer
+from lightning_memprec.callbacks._trainer_plan import (
+    FitPlan,
+    is_sharded,
+    plan_from_trainer,
+    plan_validation_of,
+)
 from lightning_memprec.memory.estimate import estimate_plan
+from lightning_memprec.memory.largest_batch import find_largest_batch, has_room
 from lightning_memprec.memory.remedies import suggest_remedies
 from lightning_memprec.memory.tree import map_tensors
 from lightning_memprec.report.content import overflow_message
@@ -31,7 +38,7 @@ if TYPE_CHECKING:
 
     from lightning_memprec._lightning import LightningModule, Trainer
     from lightning_memprec.memory.plan import TrainingPlan
-    from lightning_memprec.memory.result import MemoryEstimate, Remedy
+    from lightning_memprec.memory.result import LargestBatch, MemoryEstimate, Remedy
 
 __all__ = ["MemoryPreflight"]
 
@@ -41,9 +48,9 @@ T = TypeVar("T")
 class MemoryPreflight(CallbackBase):
     """Estimate what ``fit`` needs before it starts, and refuse a run that cannot fit.
 
-    One training step is traced without memory and without computing, on a copy of the module: its own
-    `setup`, `configure_model`, `configure_optimizers` and `training_step`, with the Trainer's precision,
-    accumulation and clipping. The run itself is not changed: random generators, data and weights are as
+    Training steps are traced without memory and without computing, on a copy of the module: its own `setup`,
+    `configure_model`, `configure_optimizers` and `training_step`, with the Trainer's precision, accumulation and
+    clipping; then `validation_step`, and how a checkpoint is gathered. The run itself is not changed: random generators, data and weights are as
     without the callback.
 
     The verdict is given in `setup`, before the model is moved to the device. Where a step cannot be traced
@@ -69,9 +76,11 @@ class MemoryPreflight(CallbackBase):
         safety_margin: Fraction of the memory to keep free. A run that would use it counts as overflow.
         on_overflow: What to do when the run does not fit: "raise" MemoryOverflowError, "warn", or "off".
         on_error: What to do when the run cannot be estimated: "warn" and go on, "raise" the error, or "off".
-        remedies: Whether to look for changes that would make an overflowing run fit. Each is estimated anew.
+        remedies: Whether to look for changes that would make an overflowing run fit, and for the largest batch
+            that fits. Each is estimated anew.
         batch_spec: The batch in words, where none can be read: dicts and lists of texts such as
             "float32[8, 3, 224, 224]", or "int64[8] = 128" where the step looks at the values.
+        sample_batches: How many of the first batches of each loader to look at. The largest is estimated.
         stop_after: Whether to end the run after the verdict, before any training.
         report_path: JSON file for the verdict, the estimate and the remedies.
 
@@ -92,6 +101,7 @@ class MemoryPreflight(CallbackBase):
         on_error: Literal["warn", "raise", "off"] = "warn",
         remedies: bool = True,
         batch_spec: dict[str, Any] | list[Any] | str | None = None,
+        sample_batches: int = 8,
         stop_after: bool = False,
         report_path: str | Path | None = None,
     ) -> None:
@@ -100,6 +110,8 @@ class MemoryPreflight(CallbackBase):
         judge(None, None, safety_margin=safety_margin)
         if batch_spec is not None:
             parse_batch_spec(batch_spec)
+        if sample_batches < 1:
+            raise ValueError(f"`sample_batches` must be at least 1, got {sample_batches}.")
         for name, value in (("on_overflow", on_overflow), ("on_error", on_error)):
             if value not in ("raise", "warn", "off"):
                 raise ValueError(f"`{name}` must be 'raise', 'warn' or 'off', got {value!r}.")
@@ -110,16 +122,18 @@ class MemoryPreflight(CallbackBase):
         self.on_error = on_error
         self.remedies = remedies
         self.batch_spec = batch_spec
+        self.sample_batches = sample_batches
         self.stop_after = stop_after
         self.report_path = report_path
         self.estimate: MemoryEstimate | None = None
         self.verdict: Verdict | None = None
+        self.largest_batch_size: int | None = None
         self._next_hook: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self.estimate = self.verdict = self._next_hook = None
+            self.estimate = self.verdict = self._next_hook = self.largest_batch_size = None
             self._attempt(trainer, pl_module, "setup")
 
     @override
@@ -149,28 +163,43 @@ class MemoryPreflight(CallbackBase):
         """Trace a step; act on the verdict, or note in which hook to try again."""
         error: Exception | None = None
         estimate: MemoryEstimate | None = None
-        plan: Callable[[], TrainingPlan] | None = None
+        plan: Callable[[], FitPlan] | None = None
+        remarks: tuple[str, ...] = ()
 
-        def trace(plan: Callable[[], TrainingPlan]) -> MemoryEstimate:
+        largest: LargestBatch | None = None
+
+        def trace(
+            plan: Callable[[], FitPlan],
+        ) -> tuple[MemoryEstimate, LargestBatch | None, tuple[str, ...]]:
             # Only counts where the process cannot fork.
             with unchanged(pl_module, getattr(trainer, "datamodule", None), skip=(trainer, self)):
-                return estimate_plan(plan())
+                fit = plan()
+                judged = f"Judged in `{hook}` by {fit.batch}, for device `{fit.plan.device}`."
+                estimate = estimate_plan(fit.plan)
+                capacity_bytes = without_context
+                if target.total_bytes is None and capacity_bytes is not None:
+                    capacity_bytes += estimate.outside_allocator_bytes
+                largest = self._find_largest_batch(fit.plan, estimate, capacity_bytes)
+                return estimate, largest, (judged, *fit.remarks)
 
         try:
             # The device is asked here: a forked child cannot reach it.
             target = self._target(trainer)
+            without_context = target.capacity_bytes(0)
             plan = functools.partial(
                 self._plan, trainer, pl_module, hook, _off_device(batch), target.estimate_for
             )
-            estimate = isolated(functools.partial(trace, plan))
-            finding = Finding(estimate.minimum_device_bytes, target.capacity_bytes(estimate))
+            estimate, largest, remarks = isolated(functools.partial(trace, plan))
+            finding = Finding(
+                estimate.minimum_device_bytes, target.capacity_bytes(estimate.outside_allocator_bytes)
+            )
         except Exception as caught:
             error = caught
             finding = Finding(problem=in_words(caught), next_hook=hook_after(hook, caught))
         decision = merge(gather(finding), HOOKS)
         if estimate is not None and plan is not None and not decision.problem:
             self._next_hook = None
-            self._conclude(trainer, plan, estimate, decision, hook)
+            self._conclude(trainer, plan, estimate, decision, hook, remarks, largest)
         elif self.verdict is None:
             self._next_hook = decision.next_hook
             if self._next_hook is None:
@@ -179,25 +208,30 @@ class MemoryPreflight(CallbackBase):
 
     def _plan(
         self, trainer: Trainer, pl_module: LightningModule, hook: str, batch: Any, device: str
-    ) -> TrainingPlan:
+    ) -> FitPlan:
         on_device = hook == "on_train_batch_start"
         loaders = None
+        source = "the first batch of the train loader"
         if self.batch_spec is not None:
-            batch, on_device = parse_batch_spec(self.batch_spec), False
+            batch, on_device, source = parse_batch_spec(self.batch_spec), False, "`batch_spec`"
         elif not on_device:
             loaders = train_loaders(trainer)
-            batch = first_batch(loaders)
+            sample = largest_batch(loaders, count=self.sample_batches)
+            batch, source = sample.batch, sample.describe("the train loader")
         if batch is None:
             raise TraceError("the train loader yields None. Let it yield tensors, or give `batch_spec`.")
-        return plan_from_trainer(
+        validation, remark = plan_validation_of(trainer, self.sample_batches)
+        plan = plan_from_trainer(
             trainer,
             pl_module,
             batch,
             device=device,
             loaders=loaders,
+            validation=validation,
             set_up=hook != "setup",
             on_device=on_device,
         )
+        return FitPlan(plan, source, (remark,) if remark else ())
 
     def _target(self, trainer: Trainer) -> Any:
         return choose_target(self.device, self.device_memory, trainer.strategy.root_device)
@@ -215,10 +249,12 @@ class MemoryPreflight(CallbackBase):
     def _conclude(
         self,
         trainer: Trainer,
-        plan: Callable[[], TrainingPlan],
+        plan: Callable[[], FitPlan],
         estimate: MemoryEstimate,
         decision: Finding,
         hook: str,
+        remarks: tuple[str, ...],
+        largest: LargestBatch | None,
     ) -> None:
         """Report the verdict and act on it."""
         reason = (
@@ -231,12 +267,15 @@ class MemoryPreflight(CallbackBase):
             when=hook,
             reason=reason,
         )
-        notes = notes_on(trainer, self._target(trainer).estimate_for, verdict, self.batch_spec is not None)
+        notes = [*remarks, *notes_on(trainer, estimate.device, verdict)]
         exceeded = verdict.status in ("tight", "overflow")
         if exceeded and is_sharded(trainer):
             verdict = judge(decision.need_bytes, None, when=hook, reason="the model is sharded, see below.")
             exceeded = False
+        elif not is_sharded(trainer):
+            verdict = replace(verdict, largest_batch=_smallest(gather(largest)))
         self.estimate, self.verdict = estimate, verdict
+        self.largest_batch_size = verdict.largest_batch.size if verdict.largest_batch else None
         remedies: tuple[Remedy, ...] = ()
         if exceeded and self.remedies:
             found = self._guarded("found no remedies", self._find_remedies, plan, estimate, verdict)
@@ -251,13 +290,28 @@ class MemoryPreflight(CallbackBase):
         if self.stop_after:
             raise end_run(trainer)
 
+    def _find_largest_batch(
+        self, plan: TrainingPlan, estimate: MemoryEstimate, capacity_bytes: int | None
+    ) -> LargestBatch | None:
+        budget_bytes = int((capacity_bytes or 0) * (1.0 - self.safety_margin))
+        need_bytes = estimate.minimum_device_bytes
+        worth_it = need_bytes > budget_bytes or has_room(need_bytes, budget_bytes)
+        if not (self.remedies and capacity_bytes and worth_it):
+            return None
+        try:
+            return find_largest_batch(plan, estimate, budget_bytes)
+        except Exception:  # It was a favor: the verdict stands without it.
+            return None
+
     def _find_remedies(
-        self, plan: Callable[[], TrainingPlan], estimate: MemoryEstimate, verdict: Verdict
+        self, plan: Callable[[], FitPlan], estimate: MemoryEstimate, verdict: Verdict
     ) -> tuple[Remedy, ...]:
         def search() -> tuple[Remedy, ...]:
             with unchanged():
                 capacity_bytes = verdict.capacity_bytes or 0
-                return suggest_remedies(plan(), estimate, capacity_bytes, safety_margin=self.safety_margin)
+                return suggest_remedies(
+                    plan().plan, estimate, capacity_bytes, safety_margin=self.safety_margin
+                )
 
         return isolated(search)
 
@@ -309,6 +363,12 @@ class MemoryPreflight(CallbackBase):
             )
         if self.stop_after:
             raise end_run(trainer)
+
+
+def _smallest(found: Sequence[LargestBatch | None]) -> LargestBatch | None:
+    """Return what fits every rank: the smallest, or ``None`` if a rank knows none."""
+    known = [largest for largest in found if largest is not None]
+    return min(known, key=lambda largest: largest.size) if len(known) == len(found) else None
 
 
 def _off_device(batch: Any) -> Any:

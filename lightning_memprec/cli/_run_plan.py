@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lightning_memprec._batch import BatchUnavailableError, first_batch, parse_batch_spec
+from lightning_memprec._batch import BatchUnavailableError, largest_batch, parse_batch_spec
+from lightning_memprec._master_options import master_options
 from lightning_memprec._prepare import prepare_copy
+from lightning_memprec._validation import plan_validation
 from lightning_memprec.cli._config import RunConfig, UsageError
-from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.plan import MasterOptions, TrainingPlan, ValidationPlan
 from lightning_memprec.memory.stand_in import trainer_stand_in
 
 __all__ = ["PlannedRun", "plan_run", "preflight_settings"]
@@ -41,13 +45,16 @@ def preflight_settings(config: RunConfig) -> dict[str, Any]:
     return {}
 
 
-def plan_run(config: RunConfig, *, device: str | None, batch_spec: Any = None) -> PlannedRun:
+def plan_run(
+    config: RunConfig, *, device: str | None, batch_spec: Any = None, sample_batches: int = 8
+) -> PlannedRun:
     """Describe the run of a configuration.
 
     Args:
         config: The parsed configuration.
         device: Device of the estimate; ``None`` follows the Trainer's accelerator.
-        batch_spec: The batch in words; ``None`` reads the first batch of the train loader.
+        batch_spec: The batch in words; ``None`` reads the train loader.
+        sample_batches: How many of the first batches of each loader to look at; the largest is taken.
 
     Raises:
         BatchUnavailableError: If no batch can be had.
@@ -58,11 +65,13 @@ def plan_run(config: RunConfig, *, device: str | None, batch_spec: Any = None) -
     if device is None:
         device = "cpu" if settings.get("accelerator") == "cpu" else "cuda"
     strategy, sharded = _strategy(settings.get("strategy"))
+    precision, masters = _precision(settings)
     plan = TrainingPlan(
         module=config.build_model,
         batch=None,
         optimizer=config.optimizer,
-        precision=_precision(settings),
+        precision=precision,
+        masters=masters,
         device=device,
         strategy=strategy,
         num_devices=_devices(settings.get("devices"), strategy, notes),
@@ -75,38 +84,31 @@ def plan_run(config: RunConfig, *, device: str | None, batch_spec: Any = None) -
     for name in ("max_epochs", "max_steps"):
         if settings.get(name) is not None:
             setattr(trainer, name, settings[name])
+    validation = None
     if batch_spec is not None:
         trainer.datamodule = None
         batch = parse_batch_spec(batch_spec)
-        notes.append("Judged by the batch that was described.")
+        notes.append("Judged by the batch that was described. Validation is not judged: no data is read.")
     else:
         trainer.datamodule = config.build_data()
-        batch = _read_batch(config, trainer)
-        notes.append("Judged by the first batch of the train loader.")
+        source = _data_source(config, trainer)
+        batch = _read_batch(source, sample_batches, notes)
+        validation = _read_validation(source, settings, sample_batches, notes)
     if sharded:
         notes.append(
             f"Strategy `{strategy}` splits the model over devices. The figures are for one device without "
             "splitting, so each needs less."
         )
     prepare = functools.partial(prepare_copy, trainer=trainer, datamodule=trainer.datamodule)
-    plan = replace(plan, batch=batch, trainer=trainer, prepare=prepare)
+    plan = replace(plan, batch=batch, validation=validation, trainer=trainer, prepare=prepare)
     return PlannedRun(plan, tuple(notes), sharded)
 
 
-def _read_batch(config: RunConfig, trainer: Any) -> Any:
-    """Read one batch as the run would, from the data module or else from the model's own loader."""
-    source = trainer.datamodule
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Say of whatever the user's data raises what to do about it."""
     try:
-        if source is not None:
-            source.trainer = trainer
-            source.prepare_data()
-            source.setup("fit")
-        else:
-            with torch.device("meta"):
-                source = config.build_model()
-                source._trainer = trainer
-                source.setup("fit")  # type: ignore[operator]
-        return first_batch(source.train_dataloader(), streams=True)
+        yield
     except BatchUnavailableError:
         raise
     except Exception as error:
@@ -116,13 +118,67 @@ def _read_batch(config: RunConfig, trainer: Any) -> Any:
         ) from error
 
 
-def _precision(settings: dict[str, Any]) -> str:
+def _data_source(config: RunConfig, trainer: Any) -> Any:
+    """Return what has the loaders, set up as the run would: the data module, or else the model."""
+    with _readable():
+        source = trainer.datamodule
+        if source is not None:
+            source.trainer = trainer
+            source.prepare_data()
+            source.setup("fit")
+            return source
+        with torch.device("meta"):
+            source = config.build_model()
+            source._trainer = trainer
+            source.setup("fit")  # type: ignore[operator]
+        return source
+
+
+def _read_batch(source: Any, sample_batches: int, notes: list[str]) -> Any:
+    with _readable():
+        sample = largest_batch(source.train_dataloader(), count=sample_batches, streams=True)
+    notes.append(f"Judged by {sample.describe('the train loader')}.")
+    return sample.batch
+
+
+def _read_validation(
+    source: Any, settings: dict[str, Any], sample_batches: int, notes: list[str]
+) -> ValidationPlan | None:
+    limit = settings.get("limit_val_batches")
+    loader = getattr(source, "val_dataloader", None)
+    # Lightning's own method, which only raises, stands for a run without validation.
+    if limit == 0 or loader is None or _is_lightnings_own(loader):
+        return None
+    try:
+        return plan_validation(
+            loader(),
+            sample_batches=sample_batches,
+            limit=limit,
+            sanity_check=settings.get("num_sanity_val_steps") != 0,
+            inference_mode=settings.get("inference_mode") is not False,
+            streams=True,
+        )
+    except Exception as error:  # Whatever the user's data raises: the training is judged all the same.
+        notes.append(f"Validation is not judged: {error}".rstrip(".") + ".")
+        return None
+
+
+def _is_lightnings_own(method: Any) -> bool:
+    hooks = ("lightning.pytorch.core.hooks", "pytorch_lightning.core.hooks")
+    return getattr(method, "__module__", "") in hooks
+
+
+def _precision(settings: dict[str, Any]) -> tuple[str, MasterOptions]:
     plugins = settings.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
-        arguments = plugin.get("init_args") if isinstance(plugin, dict) else None
-        if arguments and arguments.get("precision"):
-            return str(arguments["precision"])
-    return str(settings.get("precision") or "32-true")
+        if not isinstance(plugin, dict):
+            continue
+        arguments = plugin.get("init_args") or {}
+        if str(plugin.get("class_path")).endswith(".MasterWeightPrecision"):
+            return arguments.get("precision") or "bf16-master", master_options(**arguments)
+        if arguments.get("precision"):
+            return str(arguments["precision"]), MasterOptions()
+    return str(settings.get("precision") or "32-true"), MasterOptions()
 
 
 def _strategy(setting: Any) -> tuple[str, bool]:

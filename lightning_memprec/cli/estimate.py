@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="YAML",
         help='the batch in words, such as "[float32[8, 3, 224, 224], int64[8]]"',
     )
+    add(
+        "--sample-batches",
+        type=int,
+        metavar="COUNT",
+        help="how many of the first batches to look at; the largest is estimated (default: 8)",
+    )
     add("--no-remedies", action="store_true", help="do not look for changes that would make it fit")
     add("--json", action="store_true", help="print JSON instead of a table")
     add("overrides", nargs="*", metavar="-- ARGUMENT", help="arguments for the LightningCLI")
@@ -92,6 +99,7 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     from lightning_memprec.cli._config import UsageError
     from lightning_memprec.cli._run_plan import plan_run, preflight_settings
     from lightning_memprec.memory.estimate import estimate_plan
+    from lightning_memprec.memory.largest_batch import find_largest_batch, has_room
     from lightning_memprec.memory.remedies import suggest_remedies
     from lightning_memprec.report.verdict import judge
 
@@ -100,13 +108,18 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     capacity = _capacity(device, args.device_memory or settings.get("device_memory"))
     margin = args.safety_margin if args.safety_margin is not None else settings.get("safety_margin", 0.05)
     spec = _batch_spec(args.batch_spec) if args.batch_spec else settings.get("batch_spec")
+    sample_batches = (
+        args.sample_batches if args.sample_batches is not None else settings.get("sample_batches", 8)
+    )
+    if sample_batches < 1:
+        raise UsageError(f"`--sample-batches` must be at least 1, got {sample_batches}.")
     judge(None, None, safety_margin=margin)
     if spec is not None:
         parse_batch_spec(spec)
     try:
         # What the user's classes print does not belong into the report.
         with redirect_stdout(sys.stderr):
-            planned = plan_run(config, device=device, batch_spec=spec)
+            planned = plan_run(config, device=device, batch_spec=spec, sample_batches=sample_batches)
             estimate = estimate_plan(planned.plan)
     except UsageError:
         raise
@@ -124,15 +137,20 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     if planned.sharded and verdict.status != "fits":
         verdict = judge(need, None, when="estimate", reason="the model is sharded, see below.")
     remedies: tuple[Remedy, ...] = ()
-    if verdict.status in ("tight", "overflow") and not args.no_remedies:
+    exceeded = verdict.status in ("tight", "overflow")
+    budget = int((capacity or 0) * (1.0 - margin))
+    if not args.no_remedies and (exceeded or (verdict.status == "fits" and has_room(need, budget))):
         with redirect_stdout(sys.stderr):
-            remedies = suggest_remedies(planned.plan, estimate, capacity or 0, safety_margin=margin)
+            largest = find_largest_batch(planned.plan, estimate, budget)
+            verdict = replace(verdict, largest_batch=largest)
+            if exceeded:
+                remedies = suggest_remedies(planned.plan, estimate, capacity or 0, safety_margin=margin)
     return _print(args, estimate, verdict, remedies, planned.notes)
 
 
 def _capacity(device: str | None, device_memory: int | str | None) -> int | None:
+    from lightning_memprec._devices import find_device
     from lightning_memprec._units import parse_bytes
-    from lightning_memprec.memory.devices import find_device
 
     spec = find_device(device) if device not in (None, "cuda", "cpu") else None
     if device_memory is not None:

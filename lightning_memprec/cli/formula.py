@@ -7,19 +7,23 @@ import json
 import re
 import sys
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_memprec._units import GIB, format_bytes
-from lightning_memprec.memory.devices import DeviceSpec, find_device
+from lightning_memprec._devices import DeviceSpec, find_device
+from lightning_memprec._units import GIB, format_bytes, parse_bytes
 from lightning_memprec.memory.formula import (
     DEVICE_COUNT_REASONS,
     FormulaEstimate,
     Offload,
     estimate_formula,
+    fewest_devices,
     minimum_devices,
 )
 from lightning_memprec.memory.recipes import RECIPES
 from lightning_memprec.memory.transformer import ActivationFormula, TransformerShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["add_parser", "run"]
 
@@ -75,6 +79,12 @@ def add_parser(subparsers: Any) -> None:
     add("--zero-stage", type=int, choices=range(4), default=0, help="ZeRO stage (default: 0)")
     add("--offload", choices=get_args(Offload), default="none", help="moved to host memory")
     add("--device", type=_device, metavar="NAME", help="compare with this device, such as H100-80GB")
+    add(
+        "--device-memory",
+        type=_size,
+        metavar="SIZE",
+        help='memory to compare with, such as "24GiB"; default: the device\'s',
+    )
     add("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
@@ -97,12 +107,13 @@ def run(args: argparse.Namespace) -> int:
             recompute=args.recompute,
             fused_attention=args.fused_attention,
             activation_formula=args.activation_formula,
+            offload=args.offload,
         )
-        estimate = formula(devices=args.devices, zero_stage=args.zero_stage, offload=args.offload)
+        estimate = formula(devices=args.devices, zero_stage=args.zero_stage)
     except ValueError as error:
         print(f"lightning-memprec formula: error: {error}", file=sys.stderr)
         return 2
-    device = None if args.device is None else _compare(args.device, estimate, formula())
+    device = _compare(args, estimate, formula)
     if args.json:
         print(json.dumps(estimate.to_dict() | {"device": device}, indent=2))
     else:
@@ -126,6 +137,13 @@ def _device(name: str) -> DeviceSpec:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _shape(args: argparse.Namespace) -> TransformerShape | None:
     missing = [f"--{name}" for name in _SHAPE_OPTIONS if getattr(args, name) is None]
     if len(missing) == len(_SHAPE_OPTIONS):
@@ -139,13 +157,28 @@ def _shape(args: argparse.Namespace) -> TransformerShape | None:
     )
 
 
-def _compare(device: DeviceSpec, estimate: FormulaEstimate, unsharded: FormulaEstimate) -> dict[str, Any]:
+def _compare(
+    args: argparse.Namespace, estimate: FormulaEstimate, formula: Callable[..., FormulaEstimate]
+) -> dict[str, Any] | None:
+    """Hold the estimate against a device; ``None`` if none was named, nor a size."""
+    if args.device is None and args.device_memory is None:
+        return None
+    context_bytes = 0 if args.device is None else args.device.context_bytes
+    memory_bytes = args.device_memory or args.device.memory_bytes
     return {
-        "name": device.name,
-        "memory_bytes": device.memory_bytes,
-        "context_bytes": device.context_bytes,
-        "fits": estimate.total_bytes + device.context_bytes <= device.memory_bytes,
-        "minimum_devices": minimum_devices(unsharded.total_bytes, device.memory_bytes),
+        "name": "the device" if args.device is None else args.device.name,
+        "memory_bytes": memory_bytes,
+        "context_bytes": context_bytes,
+        "fits": estimate.total_bytes + context_bytes <= memory_bytes,
+        "zero_stage": args.zero_stage,
+        "minimum_devices": (
+            fewest_devices(
+                lambda n: formula(devices=n, zero_stage=args.zero_stage).total_bytes + context_bytes,
+                memory_bytes,
+            )
+            if args.zero_stage
+            else minimum_devices(formula().total_bytes, memory_bytes)
+        ),
     }
 
 
@@ -181,11 +214,22 @@ def _verdict(device: dict[str, Any] | None) -> list[str]:
     if device is None:
         return []
     verdict = "fits" if device["fits"] else "does not fit"
-    return [
+    name, count, stage = device["name"], device["minimum_devices"], device["zero_stage"]
+    context = f", of which about {format_bytes(device['context_bytes'])} go to context and kernels"
+    lines = [
         "",
-        f"{device['name']} offers {format_bytes(device['memory_bytes'])}, of which about "
-        f"{format_bytes(device['context_bytes'])} go to context and kernels: {verdict}.",
-        f"Divided evenly, the unsharded total needs at least {device['minimum_devices']} of them. "
-        "A real run can need more:",
+        f"{name[0].upper()}{name[1:]} offers {format_bytes(device['memory_bytes'])}"
+        f"{context if device['context_bytes'] else ''}: {verdict}.",
+    ]
+    if count is None:
+        lines.append(
+            f"No number of them is enough: what ZeRO stage {stage} leaves on each is too much. "
+            "Take a higher stage, --offload or --recompute."
+        )
+        return lines
+    basis = f"With ZeRO stage {stage}, the run" if stage else "Divided evenly, the unsharded total"
+    return [
+        *lines,
+        f"{basis} needs at least {count} of them. A real run can need more:",
         *(f"- {reason}" for reason in DEVICE_COUNT_REASONS),
     ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_memprec._errors import DataDependentError
 from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory._sparse import SPARSE_HANDLERS
+from lightning_memprec.memory.accumulation import sums_in_place
 from lightning_memprec.memory.known import MAX_KNOWN_NUMEL
 
 if TYPE_CHECKING:
@@ -211,8 +212,16 @@ def _batch_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     return NotImplemented
 
 
+def _add(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not sums_in_place(func, args, kwargs):
+        return NotImplemented
+    recorder.known.forget(args[0])
+    return args[0]
+
+
 HANDLERS: dict[str, Handler] = {
     **SPARSE_HANDLERS,
+    "aten::add": _add,
     "aten::_local_scalar_dense": _item,
     "aten::equal": _answer,
     "aten::allclose": _answer,

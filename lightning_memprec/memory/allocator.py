@@ -14,7 +14,7 @@ from lightning_memprec.memory.allocator_blocks import Block
 from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.allocator_expandable import ExpandableAllocator
 from lightning_memprec.memory.allocator_segments import SegmentAllocator, round_size
-from lightning_memprec.memory.events import MemoryEvents
+from lightning_memprec.memory.events import MemoryEvents, StorageRecord
 
 __all__ = ["AllocatorResult", "minimum_capacity", "simulate"]
 
@@ -115,7 +115,8 @@ def minimum_capacity(events: MemoryEvents, config: AllocatorConfig | None = None
     enough = _steps(int(unlimited.peak_reserved_bytes / config.per_process_memory_fraction))
     while not runs(enough):  # Only where the fraction or the garbage collection changes what is cached.
         enough += max(1, enough // 8)
-    return _smallest(runs, _steps(_peak_live(events, rounded)), enough) * _CAPACITY_STEP_BYTES
+    least = _rounded(events, config, smallest=True)
+    return _smallest(runs, _steps(_peak_live(events, least)), enough) * _CAPACITY_STEP_BYTES
 
 
 def _steps(size_bytes: int) -> int:
@@ -134,12 +135,18 @@ def _smallest(runs: Callable[[int], bool], lowest: int, enough: int) -> int:
     return enough
 
 
-def _rounded(events: MemoryEvents, config: AllocatorConfig) -> list[int]:
+def _rounded(events: MemoryEvents, config: AllocatorConfig, *, smallest: bool = False) -> list[int]:
+    """Return the rounded size of every storage, or of the least that does instead."""
     known: dict[int, int] = {0: 0}
+    sizes = []
     for record in events.storages:
-        if record.size_bytes not in known:
-            known[record.size_bytes] = round_size(record.size_bytes, config)
-    return [known[record.size_bytes] for record in events.storages]
+        size_bytes = record.size_bytes
+        if smallest and record.smallest_bytes is not None:
+            size_bytes = record.smallest_bytes
+        if size_bytes not in known:
+            known[size_bytes] = round_size(size_bytes, config)
+        sizes.append(known[size_bytes])
+    return sizes
 
 
 def _peak_live(events: MemoryEvents, sizes_bytes: list[int]) -> int:
@@ -148,6 +155,17 @@ def _peak_live(events: MemoryEvents, sizes_bytes: list[int]) -> int:
         live_bytes += sizes_bytes[storage] if storage >= 0 else -sizes_bytes[~storage]
         peak_bytes = max(peak_bytes, live_bytes)
     return peak_bytes
+
+
+def _allocate_less(
+    allocator: SegmentAllocator | ExpandableAllocator, record: StorageRecord, config: AllocatorConfig
+) -> Block | None:
+    """Give whoever can do with less what it then asks for; a byte stands for nothing."""
+    return (
+        None
+        if record.smallest_bytes is None
+        else allocator.allocate(round_size(max(1, record.smallest_bytes), config))
+    )
 
 
 def _replay(
@@ -173,7 +191,8 @@ def _replay(
         size_bytes = rounded[storage]
         if size_bytes == 0:
             continue
-        block = blocks[storage] = allocate(size_bytes)
+        block = allocate(size_bytes) or _allocate_less(allocator, events.storages[storage], config)
+        blocks[storage] = block
         if allocator.reserved_bytes != reserved:
             reserved = allocator.reserved_bytes
             changes.append((event, reserved))

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_memprec.memory.result import Assumption
 
 if TYPE_CHECKING:
-    from lightning_memprec.memory.devices import DeviceSpec
+    from lightning_memprec._devices import DeviceSpec
     from lightning_memprec.memory.loop import TrainingLoop
     from lightning_memprec.memory.plan import TrainingPlan
 
@@ -41,8 +41,8 @@ def collect(
                 Assumption(
                     "device_context",
                     f"CUDA context and kernels of a {spec.name}: modelled, 2 KiB for each thread that can be "
-                    "resident and 256 MiB of loaded kernels; differs by driver and build.",
-                    "lightning_memprec/memory/devices.py",
+                    "resident and 64 MiB of kernels that load when first used; differs by driver and build.",
+                    "lightning_memprec/_devices.py",
                     outside_bytes,
                 )
             )
@@ -50,8 +50,8 @@ def collect(
             notes.append(
                 Assumption(
                     "device_context",
-                    "The CUDA context and kernels (300 to 800 MiB) are not counted, since no device was named.",
-                    "lightning_memprec/memory/devices.py",
+                    "The CUDA context and kernels (100 to 600 MiB) are not counted, since no device was named.",
+                    "lightning_memprec/_devices.py",
                 )
             )
         if any(isinstance(module, nn.RNNBase) for module in loop.module.modules()):

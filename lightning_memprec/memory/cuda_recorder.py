@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from lightning_memprec.memory.cudnn import CudnnHeuristics
+from lightning_memprec.memory.convolution import convolution_workspaces
+from lightning_memprec.memory.cudnn import CudnnFlags, CudnnHeuristics
 from lightning_memprec.memory.result import Assumption
 from lightning_memprec.memory.trace import Recorder
 from lightning_memprec.memory.workspaces import CudaWorkspaces, cuda_kernel_allocations
@@ -25,7 +26,7 @@ class CudaRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
         self._capability = capability
-        self._heuristics = CudnnHeuristics(capability)
+        self._heuristics = CudnnHeuristics(capability, CudnnFlags.current())
         self._workspaces = CudaWorkspaces(capability)
 
     def restart(self) -> None:
@@ -39,8 +40,10 @@ class CudaRecorder(Recorder):  # type: ignore[no-untyped-call]
         kept_bytes = self._workspaces.first_use(func, torch._C._current_autograd_node() is not None)
         if kept_bytes:
             self.keep(kept_bytes, "workspaces")
-        for size_bytes in cuda_kernel_allocations(func, args, kwargs, self._heuristics):
+        for size_bytes in cuda_kernel_allocations(func, args, kwargs):
             self.transient(size_bytes)
+        for size_bytes, smallest_bytes in convolution_workspaces(func, args, kwargs, self._heuristics):
+            self.transient(size_bytes, smallest_bytes)
 
     def assumption(self) -> Assumption:
         """Say where the workspaces come from."""
@@ -51,6 +54,8 @@ class CudaRecorder(Recorder):  # type: ignore[no-untyped-call]
             convolutions = f"those of convolutions are what the cuDNN installed here ({version}) chooses"
             if self._heuristics.unanswered:
                 convolutions += f", but for {self._heuristics.unanswered} that it does not know"
+            if torch.backends.cudnn.benchmark:
+                convolutions += "; in benchmark mode each is tried with the largest workspace first"
         return Assumption(
             "library_workspaces",
             f"Workspaces of cuBLAS are modelled, one for each thread that multiplies; {convolutions}.",

@@ -13,12 +13,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Convolution", "CudnnHeuristics", "Kind"]
+__all__ = ["Convolution", "CudnnFlags", "CudnnHeuristics", "Kind", "Workspace"]
 
 Kind = Literal["forward", "data gradient", "weight gradient"]
 
@@ -46,7 +46,8 @@ _OPERATIONS: dict[Kind, tuple[int, tuple[int, ...]]] = {
     "weight gradient": (11, (712, 713, 714, 715, 716, 717)),
     "data gradient": (12, (706, 707, 708, 709, 710, 711)),
 }
-_CROSS_CORRELATION, _HEUR_MODE_INSTANT, _NOTE_DOWN_CONVERTS = 1, 0, 1
+_CROSS_CORRELATION, _HEUR_MODE_INSTANT = 1, 0
+_NOTE_TENSOR_CORE, _NOTE_DOWN_CONVERTS, _NOTE_NOT_DETERMINISTIC = 0, 1, 4  # cudnnBackendNumericalNote_t
 _ALIGNMENT = 32  # The most that torch reports (`getAlignment`); blocks of its allocator have 512.
 
 # Every field has to be there, but the answers to 250 convolutions of four networks changed with the compute
@@ -94,6 +95,45 @@ class Convolution:
         dimensions = data.dim() - 2
         stride, padding, dilation = (tuple(g) * (dimensions if len(g) == 1 else 1) for g in geometry)
         return cls(kind, first, second, third, stride, padding, dilation, data.dtype)
+
+
+class Workspace(NamedTuple):
+    """What one convolution allocates while it runs.
+
+    Args:
+        size_bytes: Of the algorithm that torch tries first.
+        smallest_bytes: Of the algorithm that needs least, among those that torch tries when memory is out.
+    """
+
+    size_bytes: int
+    smallest_bytes: int
+
+
+class CudnnFlags(NamedTuple):
+    """Settings of torch that decide on engines.
+
+    Args:
+        benchmark: ``torch.backends.cudnn.benchmark``: the first call of each convolution has the largest workspace
+            of all engines, which are timed. Which one wins is not known here: the calls that follow count as
+            without.
+        deterministic: Whether engines that are not deterministic are left out.
+        allow_tf32: Whether float32 convolutions may use tensor cores, which is the default.
+    """
+
+    benchmark: bool = False
+    deterministic: bool = False
+    allow_tf32: bool = True
+
+    @classmethod
+    def current(cls) -> CudnnFlags:
+        """Return the settings of this process."""
+        backend = torch.backends.cudnn
+        precision = getattr(getattr(backend, "conv", None), "fp32_precision", None)
+        return cls(
+            backend.benchmark,
+            backend.deterministic or torch.are_deterministic_algorithms_enabled(),
+            backend.allow_tf32 if precision is None else precision == "tf32",
+        )
 
 
 class _Refused(Exception):
@@ -152,11 +192,15 @@ def _descriptors(*descriptors: Any) -> Any:
     return (ctypes.c_void_p * len(descriptors))(*(d.value for d in descriptors))
 
 
+_NO_WORKSPACE = Workspace(0, 0)
+
+
 class CudnnHeuristics:
     """The algorithms that cuDNN would choose on one kind of device.
 
     Args:
         capability: Compute capability of the device, such as ``(8, 0)``.
+        flags: Settings of torch; default, its defaults.
 
     Attributes:
         version: Version of the installed cuDNN, or ``None`` if there is none that can be asked.
@@ -166,23 +210,25 @@ class CudnnHeuristics:
         >>> heuristics = CudnnHeuristics((8, 0))
         >>> x, w = torch.empty(8, 64, 28, 28, device="meta"), torch.empty(64, 64, 3, 3, device="meta")
         >>> convolution = Convolution.of("forward", x, w, x, [1, 1], [1, 1], [1, 1])
-        >>> heuristics.version is None or heuristics.workspace_bytes(convolution) >= 0
+        >>> heuristics.version is None or heuristics.workspace(convolution).smallest_bytes >= 0
         True
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], flags: CudnnFlags = CudnnFlags()) -> None:  # noqa: B008
+        self._flags = flags
         self._library = _library()
-        self.version = _version() if self._library is not None else None
+        self.version = None if self._library is None else _version(self._library)
         self.unanswered = 0
         self._device = {**_DEVICE_FIELDS, "deviceVer": 100 * capability[0] + 10 * capability[1]}
-        self._known: dict[Convolution, int] = {}
+        self._known: dict[Convolution, Workspace] = {}
 
-    def workspace_bytes(self, convolution: Convolution) -> int:
+    def workspace(self, convolution: Convolution) -> Workspace:
         """Return the workspace of the algorithm that torch would run.
 
-        Torch takes the first engine of cuDNN's instant heuristics that converts no input to a smaller type
-        (``get_configs_from_heuristics`` and ``filterEngineConfigs`` in aten/src/ATen/native/cudnn/Conv_v8.cpp).
-        With ``torch.backends.cudnn.benchmark`` it tries several, which this does not follow.
+        Torch takes the first engine of cuDNN's instant heuristics that its settings allow, and the next one whenever
+        an engine fails, for want of memory too (``get_configs_from_heuristics``, ``filterEngineConfigs`` and
+        ``try_configs`` in aten/src/ATen/native/cudnn/Conv_v8.cpp): a convolution ends a run only if no engine finds
+        memory. In benchmark mode it allocates the largest workspace once (``generate_and_filter_plans``).
 
         Args:
             convolution: What is computed.
@@ -191,17 +237,21 @@ class CudnnHeuristics:
             Bytes that live while the convolution runs; 0 if cuDNN cannot be asked.
         """
         if self._library is None:
-            return 0
+            return _NO_WORKSPACE
         if convolution not in self._known:
             try:
                 with _Backend(self._library) as backend:
-                    self._known[convolution] = self._first_workspace(backend, convolution)
+                    sizes = self._sizes_bytes(backend, convolution)
+                self._known[convolution] = Workspace(sizes[0], min(sizes))
+                if self._flags.benchmark:
+                    return Workspace(max(sizes), min(sizes))
             except _Refused:
                 self.unanswered += 1
-                self._known[convolution] = 0
+                self._known[convolution] = _NO_WORKSPACE
         return self._known[convolution]
 
-    def _first_workspace(self, backend: _Backend, convolution: Convolution) -> int:
+    def _sizes_bytes(self, backend: _Backend, convolution: Convolution) -> list[int]:
+        """Return the workspaces of all engines, in the order in which torch tries them."""
         text = json.dumps(self._device).encode()
         device = backend.make(_DEVICE, [(2702, _CHAR, ctypes.create_string_buffer(text, len(text)))])
         graph = _graph(backend, convolution)
@@ -216,12 +266,20 @@ class CudnnHeuristics:
         count = backend.get(heuristics, 202, _DESCRIPTOR, None)
         configs = [backend.make(_ENGINE_CONFIG, final=False) for _ in range(count)]
         found = backend.get(heuristics, 202, _DESCRIPTOR, _descriptors(*configs))
-        for config in configs[:found]:
-            if not _down_converts(backend, config):
-                size = _int64s([0])
-                backend.get(config, 303, _INT64, size)
-                return int(size[0])
-        raise _Refused("no engine")
+        excluded = self._excluded_notes(convolution.dtype)
+        sizes = [_workspace_bytes(backend, c) for c in configs[:found] if not excluded & _notes(backend, c)]
+        if not sizes:
+            raise _Refused("no engine")
+        return sizes
+
+    def _excluded_notes(self, dtype: torch.dtype) -> set[int]:
+        """Return what an engine must not do (``filterEngineConfigs``)."""
+        excluded = {_NOTE_DOWN_CONVERTS}
+        if self._flags.deterministic:
+            excluded.add(_NOTE_NOT_DETERMINISTIC)
+        if dtype is torch.float32 and not self._flags.allow_tf32:
+            excluded.add(_NOTE_TENSOR_CORE)
+        return excluded
 
 
 def _graph(backend: _Backend, convolution: Convolution) -> Any:
@@ -259,29 +317,30 @@ def _graph(backend: _Backend, convolution: Convolution) -> Any:
     return backend.make(_GRAPH, [(801, _DESCRIPTOR, _descriptors(operation))])
 
 
-def _down_converts(backend: _Backend, config: Any) -> bool:
+def _workspace_bytes(backend: _Backend, config: Any) -> int:
+    size = _int64s([0])
+    backend.get(config, 303, _INT64, size)
+    return int(size[0])
+
+
+def _notes(backend: _Backend, config: Any) -> set[int]:
     engine = backend.make(_ENGINE, final=False)
     backend.get(config, 300, _DESCRIPTOR, _descriptors(engine))
     notes = (ctypes.c_int * 32)()
     count = backend.get(engine, 1303, _NOTE, notes)
-    return _NOTE_DOWN_CONVERTS in notes[:count]
-
-
-def _version() -> int | None:
-    try:
-        version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    except RuntimeError:  # Another cuDNN than the one torch was built with.
-        return None
-    return version
+    return set(notes[:count])
 
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     """Return cuDNN as torch loads it, or ``None`` if it is missing or too old to take a description."""
-    version = _version()
-    if version is None or version < _FIRST_VERSION:
-        return None
     try:
-        return ctypes.CDLL("libcudnn.so.9")
+        library = ctypes.CDLL("libcudnn.so.9")
     except OSError:
         return None
+    return library if _version(library) >= _FIRST_VERSION else None
+
+
+def _version(library: ctypes.CDLL) -> int:
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    return int(library.cudnnGetVersion())

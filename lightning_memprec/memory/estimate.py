@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memprec._devices import DeviceSpec, find_device
 from lightning_memprec._errors import MemPrecError, TraceError
 from lightning_memprec._isolation import unchanged
 from lightning_memprec.memory import assumptions as _assumptions
@@ -21,16 +22,20 @@ from lightning_memprec.memory.autocast import AutocastEmulation
 from lightning_memprec.memory.cpu_semantics import cpu_kernel_allocations, cpu_kernels
 from lightning_memprec.memory.cuda_recorder import CudaRecorder
 from lightning_memprec.memory.cuda_semantics import cuda_kernels, cuda_optimizer_defaults
-from lightning_memprec.memory.devices import DeviceSpec, find_device
+from lightning_memprec.memory.evaluation import validate
+from lightning_memprec.memory.execution import execution_notes
+from lightning_memprec.memory.host import save_checkpoint, weights_bytes
 from lightning_memprec.memory.interpose import Interposer
 from lightning_memprec.memory.loop import TrainingLoop
+from lightning_memprec.memory.master import cast_to_half
 from lightning_memprec.memory.meta_copy import meta_copy, move_to_meta
 from lightning_memprec.memory.modules import track_modules
-from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.phases import with_outer_phases, with_reserved
+from lightning_memprec.memory.plan import TrainingPlan, ValidationLoader, ValidationPlan
 from lightning_memprec.memory.precision import PrecisionPolicy, resolve_precision
 from lightning_memprec.memory.redirect import DeviceRedirect, modules_moved_back, no_device_calls
 from lightning_memprec.memory.reserve import allocator_reserve
-from lightning_memprec.memory.result import MemoryEstimate
+from lightning_memprec.memory.result import HostMemory, MemoryEstimate
 from lightning_memprec.memory.trace import Recorder
 
 __all__ = ["estimate_memory", "estimate_plan"]
@@ -56,6 +61,7 @@ def estimate_memory(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str = "norm",
     steps: int = 2,
+    validation_batch: Any = None,
 ) -> MemoryEstimate:
     """Estimate what one device needs for a training run, by tracing the run without storage.
 
@@ -81,6 +87,9 @@ def estimate_memory(
         gradient_clip_val: Threshold of gradient clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         steps: Optimizer steps to trace. Two show optimizer states beside activations.
+        validation_batch: One validation batch, as for ``batch``. The module's own ``validation_step`` is traced on
+            it after the steps; a module without one is called as in training, without gradients. Default: no
+            validation.
 
     Returns:
         The estimate; sizes in bytes.
@@ -117,6 +126,7 @@ def estimate_memory(
             gradient_clip_val=gradient_clip_val,
             gradient_clip_algorithm=gradient_clip_algorithm,
             steps=steps,
+            validation=_validation_on(validation_batch),
         )
     )
 
@@ -127,12 +137,19 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
     _check(plan)
     spec = None if plan.device in ("cpu", "cuda") else find_device(plan.device)
     with _reported_faults(), _untouched_state():
-        recorder, module, loop = _trace(plan, policy, spec)
+        recorder, module, loop, host = _trace(plan, policy, spec)
     on_cpu = plan.device == "cpu"
+    granularity_bytes = 1 if on_cpu else _CUDA_BLOCK_BYTES
     analysis = analyse(
         recorder.events,
-        granularity_bytes=1 if on_cpu else _CUDA_BLOCK_BYTES,
+        granularity_bytes=granularity_bytes,
         module_types={name: type(child).__name__ for name, child in module.named_modules()},
+    )
+    phases = with_outer_phases(
+        analysis.phases if on_cpu else with_reserved(analysis.phases, recorder.events),
+        recorder.events,
+        granularity_bytes=granularity_bytes,
+        sanity_check=plan.validation is not None and plan.validation.sanity_check,
     )
     parameters = list(module.parameters())
     outside_bytes, notes = _assumptions.collect(plan, spec, loop)
@@ -153,7 +170,7 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
         outside_allocator_bytes=outside_bytes,
         breakdown=analysis.breakdown,
         peak_phase=analysis.peak_phase,
-        phases=analysis.phases,
+        phases=phases,
         by_module=analysis.by_module,
         timeline=analysis.timeline,
         assumptions=notes,
@@ -162,8 +179,13 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
         steps=plan.steps,
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=sum(p.numel() for p in parameters),
+        host=host,
         events=recorder.events,
     )
+
+
+def _validation_on(batch: Any) -> ValidationPlan | None:
+    return None if batch is None else ValidationPlan(loaders=(ValidationLoader(batch),))
 
 
 def _check(plan: TrainingPlan) -> None:
@@ -183,7 +205,7 @@ def _check(plan: TrainingPlan) -> None:
 
 def _trace(
     plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None
-) -> tuple[Recorder, nn.Module, TrainingLoop]:
+) -> tuple[Recorder, nn.Module, TrainingLoop, HostMemory | None]:
     on_cpu = plan.device == "cpu"
     capability = spec.compute_capability if spec is not None else _DEFAULT_COMPUTE_CAPABILITY
     recorder = Recorder(cpu_kernel_allocations) if on_cpu else CudaRecorder(capability)
@@ -199,7 +221,10 @@ def _trace(
         stack.enter_context(_SEMANTICS.active())
         stack.enter_context(redirect)
         stack.enter_context(recorder)
-        module = _prepared_copy(plan, policy, recorder)
+        module = _prepared_copy(plan, recorder)
+        setup_bytes = weights_bytes(module)
+        if policy.parameter_dtype is not None:
+            _convert(module, plan, policy.parameter_dtype, with_masters=policy.master_weights)
         recorder.restart()
         for name, parameter in module.named_parameters():
             recorder.mark(parameter, "parameters", name)
@@ -210,12 +235,27 @@ def _trace(
             recorder.events.modules = names
             loop.configure()
             loop.run()
+            if plan.validation is not None:
+                validate(loop, plan.validation)
+            host = save_checkpoint(loop, setup_bytes)
+    # A copy loses what `module.compile()` left.
+    for traced in (module, plan.module):
+        if isinstance(traced, nn.Module):
+            for note in execution_notes(traced):
+                loop.note(note)
     if isinstance(recorder, CudaRecorder):
         loop.note(recorder.assumption())
-    return recorder, module, loop
+    return recorder, module, loop, host
 
 
-def _prepared_copy(plan: TrainingPlan, policy: PrecisionPolicy, recorder: Recorder) -> nn.Module:
+def _convert(module: nn.Module, plan: TrainingPlan, dtype: torch.dtype, *, with_masters: bool) -> None:
+    if with_masters:
+        (plan.masters.cast or cast_to_half)(module, dtype)
+    else:
+        module.to(dtype)
+
+
+def _prepared_copy(plan: TrainingPlan, recorder: Recorder) -> nn.Module:
     if isinstance(plan.module, nn.Module):
         module = meta_copy(plan.module, recorder.meta_twin, plan.shared)
     else:
@@ -228,8 +268,6 @@ def _prepared_copy(plan: TrainingPlan, policy: PrecisionPolicy, recorder: Record
     if plan.prepare is not None:
         plan.prepare(module)
         move_to_meta(module, recorder.meta_twin)
-    if policy.parameter_dtype is not None:
-        module.to(policy.parameter_dtype)
     return module
 
 

@@ -28,9 +28,20 @@ class StorageRecord:
         death: Event at which it died, or -1 while it lives.
         category: Set by :meth:`Recorder.mark`; ``None`` is resolved by age.
         owner: Name of the parameter it belongs to, for gradients and optimizer states.
+        smallest_bytes: With how little whoever asked would do if memory is out; ``None`` if with nothing less.
     """
 
-    __slots__ = ("birth", "category", "death", "grad_enabled", "module", "owner", "phase", "size_bytes")
+    __slots__ = (
+        "birth",
+        "category",
+        "death",
+        "grad_enabled",
+        "module",
+        "owner",
+        "phase",
+        "size_bytes",
+        "smallest_bytes",
+    )
 
     def __init__(self, size_bytes: int, phase: int, module: int, grad_enabled: bool, birth: int) -> None:
         self.size_bytes = size_bytes
@@ -41,6 +52,7 @@ class StorageRecord:
         self.death = _NO_EVENT
         self.category: str | None = None
         self.owner: str | None = None
+        self.smallest_bytes: int | None = None
 
 
 @dataclass
@@ -169,10 +181,11 @@ class Ledger:
         """Count a storage that lives for the rest of the trace and belongs to no tensor."""
         self.events.storages[self._birth(size_bytes)].category = category
 
-    def transient(self, size_bytes: int) -> None:
-        """Count a storage that lives only inside one operator."""
+    def transient(self, size_bytes: int, smallest_bytes: int | None = None) -> None:
+        """Count a storage that lives only inside one operator, which may do with ``smallest_bytes``."""
         if size_bytes > 0:
             index = self._birth(size_bytes)
+            self.events.storages[index].smallest_bytes = smallest_bytes
             self.events.storages[index].death = len(self.events.order)
             self.events.order.append(~index)
 

@@ -6,6 +6,7 @@ It needs no model, so it serves for planning on paper. What it leaves out is des
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,9 +15,18 @@ from lightning_memprec.memory.recipes import RECIPES, Recipe
 from lightning_memprec.memory.transformer import activation_bytes, logits_and_loss_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning_memprec.memory.transformer import ActivationFormula, TransformerShape
 
-__all__ = ["DEVICE_COUNT_REASONS", "FormulaEstimate", "Offload", "estimate_formula", "minimum_devices"]
+__all__ = [
+    "DEVICE_COUNT_REASONS",
+    "FormulaEstimate",
+    "Offload",
+    "estimate_formula",
+    "fewest_devices",
+    "minimum_devices",
+]
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -26,6 +36,9 @@ _OFFLOADED: dict[Offload, tuple[str, ...]] = {
     "optimizer": ("gradients_bytes", "optimizer_states_bytes", "master_bytes"),
     "parameters": ("gradients_bytes", "optimizer_states_bytes", "master_bytes", "parameters_bytes"),
 }
+
+# More devices than in any published run: shards of that size are nothing beside what every device holds.
+_MOST_DEVICES = 2**20
 
 DEVICE_COUNT_REASONS = (
     "the caching allocator reserves more than it hands out, and fragments",
@@ -194,6 +207,30 @@ def minimum_devices(total_bytes: int, capacity_bytes: int) -> int:
         2
     """
     return max(1, -(-total_bytes // capacity_bytes))
+
+
+def fewest_devices(total_bytes: Callable[[int], int], capacity_bytes: int) -> int | None:
+    """Smallest number of devices on each of which a sharded run fits.
+
+    Args:
+        total_bytes: From a number of devices to what each of them needs; it must not grow.
+        capacity_bytes: Capacity of one device.
+
+    Returns:
+        Number of devices; ``None`` if what every device holds whole is too much already.
+
+    Example:
+        >>> fewest_devices(lambda devices: 20 + 100 // devices, 50)
+        4
+        >>> fewest_devices(lambda devices: 60 + 100 // devices, 50) is None
+        True
+    """
+    high = 1
+    while total_bytes(high) > capacity_bytes:
+        high *= 2
+        if high > _MOST_DEVICES:
+            return None
+    return bisect.bisect_left(range(1, high), True, key=lambda n: total_bytes(n) <= capacity_bytes) + 1
 
 
 def _check_choices(parameters: int, recipe: str, devices: int, zero_stage: int, offload: str) -> None:

@@ -102,10 +102,18 @@ class TrainingLoop:
         if hasattr(module, "training_step") and hasattr(module._trainer, "optimizers"):
             module._trainer.optimizers = list(self.optimizers)  # type: ignore[union-attr]
         # Lightning's "auto" is DDP as soon as there are several devices.
-        if plan.strategy.startswith(("ddp", "auto")) and plan.num_devices * plan.num_nodes > 1:
+        is_ddp = plan.strategy.startswith(("ddp", "auto")) and plan.num_devices * plan.num_nodes > 1
+        if is_ddp:
             self._add_ddp_buckets()
         if self.policy.master_weights:
-            self.masters = MasterWeights(self.optimizers, self.recorder, self.names)
+            self.masters = MasterWeights(
+                self.optimizers,
+                self.recorder,
+                self.names,
+                plan.masters,
+                alone=not is_ddp,
+                on_cpu=plan.device == "cpu",
+            )
         self._mark_states()
 
     def _add_ddp_buckets(self) -> None:
@@ -134,8 +142,8 @@ class TrainingLoop:
     def _micro_batch(self, micro_batch: int) -> None:
         index = self.step * self.plan.accumulate_grad_batches + micro_batch
         self.recorder.enter_phase("batch_transfer", self.step)
-        batch = self._transfer(self.plan.batch() if callable(self.plan.batch) else self.plan.batch)
-        self._hook("on_train_batch_start", batch, index)
+        batch = self.transfer(self.plan.batch() if callable(self.plan.batch) else self.plan.batch)
+        self.hook("on_train_batch_start", batch, index)
         outputs: list[Any] = []
         if not self.automatic:
             outputs.append(self._training_step(batch, index))
@@ -149,19 +157,20 @@ class TrainingLoop:
             else:
                 with torch.enable_grad():
                     closure()
-        self._hook("on_train_batch_end", outputs[-1] if outputs else None, batch, index)
+        self.hook("on_train_batch_end", outputs[-1] if outputs else None, batch, index)
 
-    def _transfer(self, batch: Any) -> Any:
+    def transfer(self, batch: Any, loader: int = 0) -> Any:
+        """Bring a batch of a loader to the device, through the module's transfer hooks."""
         if batch is None:
             raise TraceError("The batch is `None`. Pass a batch, or shapes through `batch_spec`.")
         dtype = self.policy.parameter_dtype
         if dtype is not None:
             batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         if self.is_lightning and hasattr(self.module, "transfer_batch_to_device"):
-            batch = self.module.on_before_batch_transfer(batch, 0)  # type: ignore[operator]
-            batch = self.module.transfer_batch_to_device(batch, self.device, 0)  # type: ignore[operator]
+            batch = self.module.on_before_batch_transfer(batch, loader)  # type: ignore[operator]
+            batch = self.module.transfer_batch_to_device(batch, self.device, loader)  # type: ignore[operator]
             batch = self._mark_inputs(batch)
-            batch = self.module.on_after_batch_transfer(batch, 0)  # type: ignore[operator]
+            batch = self.module.on_after_batch_transfer(batch, loader)  # type: ignore[operator]
         else:
             batch = map_tensors(self._to_device, batch)
         return self._mark_inputs(batch)
@@ -176,7 +185,8 @@ class TrainingLoop:
         return batch
 
     @contextmanager
-    def _forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> Iterator[None]:
+        """Run a step as the precision plugin does: its default dtype, its autocast."""
         policy = self.policy
         default = torch.get_default_dtype()
         if policy.parameter_dtype is not None:
@@ -193,7 +203,7 @@ class TrainingLoop:
 
     def _training_step(self, batch: Any, index: int) -> Any:
         self.recorder.enter_phase("forward", self.step)
-        with self._forward_context():
+        with self.forward_context():
             if self.plan.loss is not None:
                 return self.plan.loss(self.module, batch)
             if not self.is_lightning:
@@ -218,24 +228,26 @@ class TrainingLoop:
         del output, loss
         if micro_batch == 0:
             for optimizer in self.optimizers:
-                self._hook("on_before_zero_grad", optimizer)
-                if not self._hook("optimizer_zero_grad", 0, index, optimizer):
+                self.hook("on_before_zero_grad", optimizer)
+                if not self.hook("optimizer_zero_grad", 0, index, optimizer):
                     optimizer.zero_grad()
-            if self.masters is not None:
-                self.masters.zero_grad()
         if closure_loss is not None:
             self.backward(closure_loss)
         return detached
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Scale the loss, run the module's backward, and say which storages became gradients."""
+        if self.masters is not None:
+            self.masters.before_backward()
         if self.policy.loss_scaling:
             loss = loss * torch.full((), 65536.0, device=loss.device)
-        self._hook("on_before_backward", loss)
+        self.hook("on_before_backward", loss)
         self.recorder.enter_phase("backward", self.step)
-        if not self._hook("backward", loss, *args, **kwargs):
+        if not self.hook("backward", loss, *args, **kwargs):
             loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._hook("on_after_backward")
+        if self.masters is not None:
+            self.masters.after_backward()
+        self.hook("on_after_backward")
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 # A lazy module makes its parameters in its first forward pass.
@@ -256,12 +268,13 @@ class TrainingLoop:
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step one optimizer as the precision plugin does."""
-        if self.policy.loss_scaling:
+        in_chunks = self.masters.step_in_chunks if self.masters and self.masters.steps_in_chunks else None
+        if self.policy.loss_scaling or in_chunks is not None:
             if closure is not None:
                 closure()
             self._before_update(optimizer)
             with steppable(optimizer, None, self.recorder, self.note):
-                result = optimizer.step()
+                result = optimizer.step() if in_chunks is None else in_chunks(optimizer)
         else:
 
             def wrapped() -> Any:
@@ -279,12 +292,12 @@ class TrainingLoop:
     def _before_update(self, optimizer: Optimizer) -> None:
         self.recorder.enter_phase("optimizer_step", self.step)
         if self.masters is not None:
-            self.masters.take_gradients(optimizer)
-        self._hook("on_before_optimizer_step", optimizer)
+            self.masters.prepare(optimizer)
+        self.hook("on_before_optimizer_step", optimizer)
         if not self.automatic:
             return
         value, algorithm = self.plan.gradient_clip_val, self.plan.gradient_clip_algorithm
-        if not self._hook("configure_gradient_clipping", optimizer, value, algorithm):
+        if not self.hook("configure_gradient_clipping", optimizer, value, algorithm):
             self.clip_gradients(optimizer, value, algorithm)
 
     def clip_gradients(
@@ -296,6 +309,9 @@ class TrainingLoop:
         """Clip the gradients of one optimizer, as ``LightningModule.clip_gradients`` does."""
         if gradient_clip_val is None or gradient_clip_val <= 0:
             return
+        if self.masters is not None and self.masters.options.low_memory:
+            self.masters.clip(gradient_clip_algorithm or "norm")
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if gradient_clip_algorithm == "value":
             torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
@@ -304,7 +320,7 @@ class TrainingLoop:
 
     # -- helpers --------------------------------------------------------------------------------------
 
-    def _hook(self, name: str, *args: Any, **kwargs: Any) -> bool:
+    def hook(self, name: str, *args: Any, **kwargs: Any) -> bool:
         """Call a LightningModule's hook; return whether there is one."""
         hook = getattr(self.module, name, None) if self.is_lightning else None
         if hook is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,21 +12,22 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_memprec._devices import find_device
 from lightning_memprec._errors import MemPrecError
 from lightning_memprec.memory.allocator import minimum_capacity
 from lightning_memprec.memory.allocator_config import AllocatorConfig
-from lightning_memprec.memory.devices import find_device
 from lightning_memprec.memory.estimate import estimate_plan
-from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.largest_batch import batch_size_of, resized
+from lightning_memprec.memory.plan import TrainingPlan, ValidationPlan
 from lightning_memprec.memory.precision import resolve_precision
 from lightning_memprec.memory.result import MemoryEstimate, Remedy
-from lightning_memprec.memory.tree import map_tensors, tensors_in
 
 __all__ = ["suggest_remedies"]
 
 
 # A change that saves less is no help: it is left out.
 _WORTHWHILE = 0.01
+_LOW_MEMORY = "master_weights_low_memory"
 
 
 @dataclass(frozen=True)
@@ -59,41 +59,58 @@ def suggest_remedies(
     budget_bytes = int(capacity_bytes * (1.0 - safety_margin))
     need_bytes = estimate.minimum_device_bytes
     found: list[Remedy] = []
-    combined = plan
-    parts: list[_Change] = []
     changes = list(_changes(plan, budget_bytes))
+    if estimate.peak_phase.name == "validation" and plan.validation is not None:
+        changes = [*_validation_batch(plan, plan.validation, budget_bytes), *changes]
     for change in changes:
+        if change.name == _LOW_MEMORY and any(r.name == "master_weights" and r.fits for r in found):
+            continue  # It costs speed, and is not needed.
         remedy = _try(change, plan, need_bytes, budget_bytes)
         if remedy is not None:
             found.append(remedy)
     if plan.device != "cpu" and (remedy := _expandable_segments(estimate, budget_bytes)) is not None:
         found.append(remedy)
     if not any(remedy.fits for remedy in found):
-        for change in changes:
-            if change.name not in {remedy.name for remedy in found} or _excluded(change.name, parts):
-                continue
-            combined = change.apply(combined)
-            parts.append(change)
-            if len(parts) < 2:
-                continue
-            together = _Change(
-                "combined",
-                " and ".join(part.description for part in parts),
-                "; ".join(part.how for part in parts),
-                "; ".join(part.cost for part in parts if part.cost),
-                lambda _, changed=combined: changed,  # type: ignore[misc]
-            )
-            remedy = _try(together, plan, need_bytes, budget_bytes)
-            if remedy is not None and remedy.fits:
-                return (*found, remedy)
-        if len(parts) > 1 and remedy is not None:
-            found.append(remedy)
+        helpful = {remedy.name for remedy in found}
+        together = _combined([c for c in changes if c.name in helpful], plan, need_bytes, budget_bytes)
+        found += [together] if together is not None else []
     return tuple(found)
 
 
+def _combined(
+    changes: list[_Change], plan: TrainingPlan, need_bytes: int, budget_bytes: int
+) -> Remedy | None:
+    """Make one change after the other until the run fits; return the last try."""
+    combined, remedy = plan, None
+    parts: list[_Change] = []
+    for change in changes:
+        if _excluded(change.name, parts):
+            continue
+        combined = change.apply(combined)
+        parts.append(change)
+        if len(parts) < 2:
+            continue
+        together = _Change(
+            "combined",
+            " and ".join(part.description for part in parts),
+            "; ".join(part.how for part in parts),
+            "; ".join(part.cost for part in parts if part.cost),
+            lambda _, changed=combined: changed,  # type: ignore[misc]
+        )
+        remedy = _try(together, plan, need_bytes, budget_bytes)
+        if remedy is not None and remedy.fits:
+            break
+    return remedy
+
+
 def _excluded(name: str, parts: list[_Change]) -> bool:
-    """Two precisions, or two ways to run an optimizer, do not go together."""
-    rivals = ({"mixed_precision", "master_weights"}, {"fused_optimizer", "eight_bit_optimizer"})
+    """Two precisions, or two ways to run an optimizer, do not go together; nor do chunks and accumulation."""
+    rivals = (
+        {"mixed_precision", "master_weights", _LOW_MEMORY},
+        {"fused_optimizer", "eight_bit_optimizer"},
+        {"eight_bit_optimizer", _LOW_MEMORY},
+        {"micro_batch", _LOW_MEMORY},
+    )
     taken = {part.name for part in parts}
     return any(name in group and taken & group for group in rivals)
 
@@ -139,7 +156,7 @@ def _expandable_segments(estimate: MemoryEstimate, budget_bytes: int) -> Remedy 
 def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
     """Yield the changes that make sense for a plan, in the order of value."""
     batch = plan.batch() if callable(plan.batch) else plan.batch
-    size = _batch_size(batch)
+    size = batch_size_of(batch)
     if size is not None and size > 1:
         yield _micro_batch(replace(plan, batch=batch), size, budget_bytes)
     yield _Change(
@@ -165,9 +182,20 @@ def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
         yield _Change(
             "master_weights",
             "half-precision weights with FP32 masters",
-            f'Trainer(precision="{half}-true") and an optimizer that keeps FP32 masters',
+            f'Trainer(plugins=[MasterWeightPrecision("{half}-master")]), without `precision`',
             "forward and backward in half precision",
             lambda p: replace(p, precision=f"{half}-master"),
+        )
+    name = precision.name if precision.master_weights else f"{half}-master"
+    may = precision.master_weights or precision.parameter_dtype is None
+    # Gradients of several micro-batches do not add up in half: the plugin refuses.
+    if may and not plan.masters.low_memory and plan.accumulate_grad_batches == 1:
+        yield _Change(
+            _LOW_MEMORY,
+            "half-precision weights with FP32 masters, stepped in chunks",
+            f'Trainer(plugins=[MasterWeightPrecision("{name}", low_memory=True)]), without `precision`',
+            "forward and backward in half precision, more and smaller optimizer kernels",
+            lambda p: replace(p, precision=name, masters=replace(p.masters, low_memory=True)),
         )
     yield _Change(
         "eight_bit_optimizer",
@@ -186,15 +214,52 @@ def _changes(plan: TrainingPlan, budget_bytes: int) -> Iterator[_Change]:
         )
 
 
-def _batch_size(batch: Any) -> int | None:
-    """Return the most common first dimension of the tensors in a batch."""
-    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim > 0)
-    return sizes.most_common(1)[0][0] if sizes else None
-
-
 def _with_batch(plan: TrainingPlan, size: int, micro: int) -> TrainingPlan:
-    batch = map_tensors(lambda t: t[:micro] if t.ndim > 0 and t.shape[0] == size else t, plan.batch)
+    batch = resized(plan.batch, size, micro)
     return replace(plan, batch=batch, accumulate_grad_batches=plan.accumulate_grad_batches * (size // micro))
+
+
+def _with_validation_batch(validation: ValidationPlan, most: int) -> ValidationPlan:
+    """Cut the batches of all loaders to a size; each validation then takes more of them."""
+    loaders = []
+    for loader in validation.loaders:
+        size = batch_size_of(loader.batch)
+        if size is not None and size > most:
+            count = loader.num_batches
+            loader = replace(
+                loader,
+                batch=resized(loader.batch, size, most),
+                num_batches=None if count is None else -(-count * size // most),
+            )
+        loaders.append(loader)
+    return replace(validation, loaders=tuple(loaders))
+
+
+def _validation_batch(plan: TrainingPlan, validation: ValidationPlan, budget_bytes: int) -> Iterator[_Change]:
+    """Halve the validation batch until the run fits, or one sample is left: some traces, by bisection."""
+    largest = max((batch_size_of(loader.batch) or 0 for loader in validation.loaders), default=0)
+    halved = [largest >> k for k in range(largest.bit_length() - 1, 0, -1)]  # 1, 2, 4, ...
+
+    def changed(p: TrainingPlan, size: int) -> TrainingPlan:
+        return replace(p, validation=_with_validation_batch(validation, size))
+
+    fitting, untried = 0, len(halved)
+    while untried - fitting > 1:
+        middle = (fitting + untried) // 2
+        try:
+            fits = estimate_plan(changed(plan, halved[middle])).minimum_device_bytes <= budget_bytes
+        except MemPrecError:
+            fits = False
+        fitting, untried = (middle, untried) if fits else (fitting, middle)
+    if halved:
+        size = halved[fitting]
+        yield _Change(
+            "validation_batch",
+            f"a validation batch of {size}",
+            f"batch_size={size} in `val_dataloader`",
+            "more, smaller steps of validation",
+            lambda p: changed(p, size),
+        )
 
 
 def _micro_batch(plan: TrainingPlan, size: int, budget_bytes: int) -> _Change:

@@ -8,6 +8,7 @@ from lightning_memprec.memory.allocator import minimum_capacity, simulate
 from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.events import MemoryEvents
 from lightning_memprec.memory.result import Assumption
+from lightning_memprec.memory.steady import with_more_steps
 
 __all__ = ["Reserve", "allocator_reserve"]
 
@@ -32,12 +33,15 @@ class Reserve:
 
 
 def allocator_reserve(events: MemoryEvents, live_bytes: int) -> Reserve:
-    """Replay a trace through the simulated CUDA caching allocator, set up as the environment says.
+    """Replay a trace, and some steps more, through the simulated CUDA caching allocator.
+
+    It is set up as the environment says.
 
     Args:
         events: What a trace recorded.
         live_bytes: Largest sum of live tensors, for allocators that are not simulated.
     """
+    events = with_more_steps(events)
     try:
         config = AllocatorConfig.from_environment()
         result = simulate(events, config=config)
@@ -50,7 +54,7 @@ def allocator_reserve(events: MemoryEvents, live_bytes: int) -> Reserve:
     note = Assumption(
         "allocator",
         "Segments and fragmentation come from a simulation of PyTorch's caching allocator, with the settings of "
-        "this process' PYTORCH_ALLOC_CONF.",
+        "this process' PYTORCH_ALLOC_CONF, over the traced steps and two repetitions of the last.",
         _SOURCE,
         minimum - live_bytes,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_memprec._devices import find_device
 from lightning_memprec._units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -13,12 +15,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Assumption",
     "Breakdown",
+    "HostMemory",
+    "LargestBatch",
     "MemoryEstimate",
     "ModuleMemory",
     "PhasePeak",
     "Remedy",
     "TimelinePoint",
 ]
+
+# A size begins with its number, the name of a device with a letter.
+_SIZE = re.compile(r"\s*[+-]?[\d.]")
 
 Basis = Literal["traced", "measured", "modelled"]
 
@@ -81,14 +88,48 @@ class PhasePeak:
     """Highest allocation during one phase of one step.
 
     Args:
-        name: ``"setup"``, ``"forward"``, ``"backward"``, ``"optimizer_step"`` …
-        step: Optimizer step to which the phase belongs, counted from 0; ``-1`` before the first.
+        name: ``"setup"``, ``"sanity_validation"``, ``"batch_transfer"``, ``"forward"``, ``"backward"``,
+            ``"optimizer_step"``, ``"validation"``, ``"checkpoint_save"`` or ``"resume"``.
+        step: Optimizer step to which the phase belongs, counted from 0; ``-1`` outside the steps.
         peak_allocated_bytes: Largest allocation while the phase lasted.
+        peak_reserved_bytes: What the CUDA caching allocator then holds at most if nothing limits it; ``None``
+            where no allocator is simulated.
     """
 
     name: str
     step: int
     peak_allocated_bytes: int
+    peak_reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What a run takes beside its device: memory of the machine, and disk for its checkpoints.
+
+    The program itself, the data and the workers of data loaders are not counted.
+
+    Args:
+        setup_bytes: Weights as they are built, which every rank holds until they are on the device.
+        save_bytes: What rank zero holds while it saves a checkpoint: the whole file in a buffer, and the largest
+            tensor, copied from the device.
+        resume_bytes: What every rank holds while it resumes: its weights and the contents of the checkpoint.
+        checkpoint_bytes: Size of a full checkpoint file.
+        weights_only_bytes: Size of a checkpoint file with ``save_weights_only=True``.
+        ranks_per_node: Processes that share the machine's memory.
+    """
+
+    setup_bytes: int
+    save_bytes: int
+    resume_bytes: int
+    checkpoint_bytes: int
+    weights_only_bytes: int
+    ranks_per_node: int = 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest need of one machine over set-up, saving and resuming."""
+        every_rank = max(self.setup_bytes, self.resume_bytes) * self.ranks_per_node
+        return max(every_rank, self.save_bytes)
 
 
 @dataclass(frozen=True)
@@ -135,6 +176,30 @@ class Remedy:
 
 
 @dataclass(frozen=True)
+class LargestBatch:
+    """The largest training batch with which a run fits, among those that were traced.
+
+    Args:
+        size: Samples of one batch on one device.
+        need_bytes: What the run needs with it.
+        given_size: Samples of the batch that was given.
+        too_large_size: Smallest traced size that does not fit; ``None`` if all fit.
+        traces: Sizes traced, the given one included.
+    """
+
+    size: int
+    need_bytes: int
+    given_size: int
+    too_large_size: int | None
+    traces: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether one sample more does not fit."""
+        return self.too_large_size == self.size + 1
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
     """What one device needs for a training run.
 
@@ -157,6 +222,7 @@ class MemoryEstimate:
         steps: Optimizer steps traced.
         trainable_parameters: Number of trainable parameter elements, tied weights once.
         total_parameters: Number of parameter elements, tied weights once.
+        host: Host memory and disk; ``None`` if the module's ``state_dict`` fails.
         events: The raw births and deaths, for replay; not part of :meth:`to_dict`.
     """
 
@@ -175,6 +241,7 @@ class MemoryEstimate:
     steps: int
     trainable_parameters: int
     total_parameters: int
+    host: HostMemory | None = None
     events: MemoryEvents | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -197,18 +264,25 @@ class MemoryEstimate:
         """Tell whether the run fits a device.
 
         Args:
-            capacity: Memory offered, in bytes or as text such as ``"24GiB"``.
+            capacity: Memory offered, in bytes or as text such as ``"24GiB"``, or the name of a device such as
+                ``"A100-40GB"``. Another device than the one of the estimate may choose other kernels: estimate
+                for it where it matters.
             safety_margin: Fraction of the capacity to keep free, in [0, 1).
 
         Returns:
-            Whether :attr:`minimum_device_bytes` is at most ``capacity * (1 - safety_margin)``.
+            Whether :attr:`minimum_device_bytes` is at most ``capacity * (1 - safety_margin)``. Of a named device,
+            its own context counts.
 
         Raises:
-            ValueError: If the capacity is no size or the margin lies outside [0, 1).
+            ValueError: If the capacity is neither a size nor a known device, or the margin lies outside [0, 1).
         """
         if not 0.0 <= safety_margin < 1.0:
             raise ValueError(f"`safety_margin` must lie in [0, 1), got {safety_margin}.")
-        return self.minimum_device_bytes <= parse_bytes(capacity) * (1.0 - safety_margin)
+        need_bytes = self.minimum_device_bytes
+        if isinstance(capacity, str) and not _SIZE.match(capacity):
+            spec = find_device(capacity)
+            capacity, need_bytes = spec.memory_bytes, self.minimum_reserved_bytes + spec.context_bytes
+        return need_bytes <= parse_bytes(capacity) * (1.0 - safety_margin)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values, ready for JSON; sizes stay integers in bytes."""

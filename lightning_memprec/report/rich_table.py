@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from lightning_memprec._optional import require
 from lightning_memprec._units import format_bytes
 from lightning_memprec.report.content import (
-    assumption_lines,
     capacity_rows,
+    host_lines,
+    largest_batch_sentence,
     module_rows,
     part_rows,
     peak_sentence,
+    phase_rows,
+    remark_lines,
     remedy_lines,
     title,
     verdict_sentence,
@@ -55,6 +58,34 @@ def render_estimate(
     from rich.text import Text
 
     color = _COLORS[verdict.status] if verdict is not None else "cyan"
+    blocks: list[Text | Table] = [Text(f"\n{title(estimate)}", style="bold"), _parts(estimate, verdict)]
+    if verdict is not None:
+        blocks.append(Text(f"\n{verdict_sentence(verdict)}", style=f"bold {color}"))
+        blocks += [Text(line) for line in (largest_batch_sentence(verdict),) if line]
+    blocks += [Text(f"\n{peak_sentence(estimate)}"), Text("\nPhases", style="bold"), _phases(estimate)]
+    modules = Table(box=None, show_header=False)
+    for module, kind, size, mostly in module_rows(estimate):
+        modules.add_row(Text(f"{module} ({kind})"), Text(format_bytes(size), justify="right"), mostly)
+    if modules.row_count:
+        blocks += [Text("\nLargest modules at the peak", style="bold"), modules]
+    if remedies:
+        blocks.append(Text("\nWhat would help", style="bold"))
+        for number, (text, how) in enumerate(remedy_lines(tuple(remedies)), start=1):
+            blocks += [_hanging(f"  {number}.", text, ""), _hanging("    ", how, "cyan")]
+    if estimate.host is not None:
+        blocks.append(Text("\nBeside the device", style="bold"))
+        blocks += [_hanging(" ", line, "") for line in host_lines(estimate.host)]
+    remarks = remark_lines(estimate, verdict, notes)
+    if remarks:
+        blocks.append(Text("\nAssumed", style="bold"))
+        blocks += [_hanging("  -", remark, "dim") for remark in remarks]
+    return Group(*blocks)
+
+
+def _parts(estimate: MemoryEstimate, verdict: Verdict | None) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     total = estimate.minimum_device_bytes or 1
     parts = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "right", "left"):
@@ -65,24 +96,19 @@ def render_estimate(
     parts.add_section()
     for name, value in capacity_rows(estimate, verdict):
         parts.add_row(Text(name, style="bold"), Text(value, style="bold"))
-    blocks: list[Text | Table] = [Text(f"\n{title(estimate)}", style="bold"), parts]
-    if verdict is not None:
-        blocks.append(Text(f"\n{verdict_sentence(verdict)}", style=f"bold {color}"))
-    blocks.append(Text(f"\n{peak_sentence(estimate)}"))
-    modules = Table(box=None, show_header=False)
-    for module, kind, size, mostly in module_rows(estimate):
-        modules.add_row(Text(f"{module} ({kind})"), Text(format_bytes(size), justify="right"), mostly)
-    if modules.row_count:
-        blocks += [Text("\nLargest modules at the peak", style="bold"), modules]
-    if remedies:
-        blocks.append(Text("\nWhat would help", style="bold"))
-        for number, (text, how) in enumerate(remedy_lines(tuple(remedies)), start=1):
-            blocks += [_hanging(f"  {number}.", text, ""), _hanging("    ", how, "cyan")]
-    remarks = [*notes, *assumption_lines(estimate.assumptions)]
-    if remarks:
-        blocks.append(Text("\nAssumed", style="bold"))
-        blocks += [_hanging("  -", remark, "dim") for remark in remarks]
-    return Group(*blocks)
+    return parts
+
+
+def _phases(estimate: MemoryEstimate) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim")
+    table.add_column()
+    table.add_column("allocated", justify="right")
+    table.add_column("reserved", justify="right")
+    for name, allocated, reserved in phase_rows(estimate):
+        table.add_row(name, format_bytes(allocated), "" if reserved is None else format_bytes(reserved))
+    return table
 
 
 def _hanging(lead: str, text: str, style: str) -> Table:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from lightning_memprec._units import format_bytes
 from lightning_memprec.report.content import (
-    assumption_lines,
     capacity_rows,
+    host_lines,
+    largest_batch_sentence,
     module_rows,
     part_rows,
     peak_sentence,
+    phase_rows,
+    remark_lines,
     remedy_lines,
     title,
     verdict_sentence,
@@ -50,8 +53,11 @@ def format_estimate(
     rows = capacity_rows(estimate, verdict)
     lines += [f"  {name:<32}{value:>14}" for name, value in rows]
     if verdict is not None:
-        lines.append(f"  {verdict_sentence(verdict)}")
+        lines += _wrap(verdict_sentence(verdict), "  ")
+        lines += _wrap(largest_batch_sentence(verdict), "  ")
     lines += ["", *_wrap(peak_sentence(estimate), "  ")]
+    lines += ["", "  Phases" + " " * 34 + "allocated      reserved"]
+    lines += [_phase(*row) for row in phase_rows(estimate)]
     modules = module_rows(estimate)
     if modules:
         lines += ["", "  Largest modules at the peak"]
@@ -64,7 +70,11 @@ def format_estimate(
         for number, (text, how) in enumerate(remedy_lines(tuple(remedies)), start=1):
             lines += _wrap(text, f"    {number}. ")
             lines += [f"       {line}" for line in how.splitlines()]
-    remarks = [*notes, *assumption_lines(estimate.assumptions)]
+    if estimate.host is not None:
+        lines += ["", "  Beside the device"]
+        for line in host_lines(estimate.host):
+            lines += _wrap(line, "    ")
+    remarks = remark_lines(estimate, verdict, notes)
     if remarks:
         lines += ["", "  Assumed"]
         for remark in remarks:
@@ -80,6 +90,11 @@ def _parts(estimate: MemoryEstimate) -> list[str]:
         bar = "#" * round(_BAR * size / total)
         lines.append(f"  {name:<32}{format_bytes(size):>14}{size / total:>8.1%}  {bar}".rstrip())
     return lines
+
+
+def _phase(name: str, allocated_bytes: int, reserved_bytes: int | None) -> str:
+    reserved = "" if reserved_bytes is None else format_bytes(reserved_bytes)
+    return f"    {name:<32}{format_bytes(allocated_bytes):>13}{reserved:>14}".rstrip()
 
 
 def _wrap(text: str, lead: str) -> list[str]:

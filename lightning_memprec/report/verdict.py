@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning_memprec.memory.result import LargestBatch
 
 __all__ = ["Status", "Verdict", "judge"]
 
@@ -22,6 +25,7 @@ class Verdict:
         safety_margin: Fraction of the capacity that is to stay free.
         when: Where the verdict was given: a Trainer hook, or the command.
         reason: Why it is undetermined, in words; else empty.
+        largest_batch: The largest training batch that fits; ``None`` if it was not looked for, or not found.
     """
 
     status: Status
@@ -30,6 +34,7 @@ class Verdict:
     safety_margin: float = 0.0
     when: str = ""
     reason: str = ""
+    largest_batch: LargestBatch | None = None
 
     @property
     def headroom_bytes(self) -> int | None:

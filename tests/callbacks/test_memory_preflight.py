@@ -49,6 +49,23 @@ def test_run_that_fits_trains(name):
     assert trainer.global_step == 4
 
 
+def test_largest_batch_is_found_for_runs_that_fit_and_runs_that_do_not(tmp_path):
+    path = tmp_path / "report.json"
+    roomy = MemoryPreflight(device_memory=PLENTY, report_path=path)
+    fit(roomy)
+    largest = json.loads(path.read_text())["verdict"]["largest_batch"]
+    # How far the search comes in its few seconds depends on the machine.
+    assert largest["size"] == roomy.largest_batch_size >= largest["given_size"]
+    assert largest["need_bytes"] <= 0.95 * 1024**3
+    small = roomy.estimate.minimum_device_bytes - 1
+    tight = MemoryPreflight(device_memory=small, safety_margin=0.0, on_overflow="off")
+    fit(tight)
+    assert tight.largest_batch_size is None or tight.largest_batch_size < largest["given_size"]
+    quiet = MemoryPreflight(device_memory=PLENTY, remedies=False)
+    fit(quiet)
+    assert quiet.largest_batch_size is None
+
+
 def test_need_counts_weights_and_adam_moments():
     callback = MemoryPreflight(device_memory=PLENTY)
     fit(callback)

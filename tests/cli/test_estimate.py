@@ -151,6 +151,35 @@ def test_optimizer_of_the_configuration_replaces_the_modules(program, capsys):
     assert states({"optimizer": {"class_path": "torch.optim.AdamW"}}) == 4 * (2 * parameters + 4)
 
 
+@pytest.mark.parametrize("arguments", [None, {"precision": "16-master"}, {"low_memory": True}])
+def test_plugin_with_masters_is_estimated_as_itself(program, capsys, arguments):
+    # Wide enough that the step is the peak.
+    plugin = {"class_path": "lightning_memprec.MasterWeightPrecision", "init_args": arguments or {}}
+    config = {
+        "model": {"width": 30000},
+        "optimizer": {"class_path": "torch.optim.AdamW"},
+        "trainer": {"accelerator": "cpu", "plugins": [plugin]},
+    }
+    options = ["--cli", "prog:MyCLI", "--device-memory", "1GiB", "--no-remedies"]
+    found = estimate(capsys, config, *options)[1]["estimate"]
+    assert found["precision"] == (arguments or {}).get("precision", "bf16-master")
+    # Half weights, masters and two moments; the gradients of all but the chunk at work are in half.
+    parameters, parts = 33 * 30002, found["breakdown"]
+    assert parts["parameters_bytes"] == 2 * parameters
+    assert parts["optimizer_states_bytes"] == pytest.approx(12 * parameters, rel=0.001)
+
+
+def test_masters_in_chunks_need_less(program, capsys):
+    def need(**arguments):
+        plugin = {"class_path": "lightning_memprec.MasterWeightPrecision", "init_args": arguments}
+        config = {"trainer": {"accelerator": "cpu", "plugins": plugin}, "model": {"width": 3000}}
+        config["optimizer"] = {"class_path": "torch.optim.AdamW"}
+        options = ["--cli", "prog:MyCLI", "--device-memory", "1GiB", "--no-remedies"]
+        return estimate(capsys, config, *options)[1]["estimate"]["minimum_reserved_bytes"]
+
+    assert need(step_in_backward=True) < need()
+
+
 def test_undetermined_fails_closed(program, capsys):
     code, report = estimate(capsys, {}, "--cli", "prog:MyCLI")
     assert (code, report["verdict"]["status"]) == (5, "undetermined")
@@ -297,3 +326,107 @@ def main_with(capsys, config, *arguments):
     Path("run.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
     code = main(["estimate", "--config", "run.yaml", *arguments])
     return code, capsys.readouterr().err
+
+
+SEQUENCES = """
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+class Texts(pl.LightningDataModule):
+    def __init__(self, validation: bool = True):
+        super().__init__()
+        self.validation = validation
+
+    def train_dataloader(self):
+        return DataLoader([torch.rand(length, 32) for length in (3, 90, 5)], batch_size=None)
+
+    def val_dataloader(self):
+        if not self.validation:
+            raise OSError("no such disk")
+        return DataLoader([torch.rand(5000, 32)] * 4, batch_size=None)
+
+class Plain(pl.LightningDataModule):
+    train_dataloader = Texts.train_dataloader
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 64)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.layer(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+
+
+@pytest.fixture
+def sequences(tmp_path, monkeypatch):
+    (tmp_path / "sequences.py").write_text(SEQUENCES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda data="Texts", **trainer: {
+        "model": {"class_path": "sequences.Model"},
+        "data": data if isinstance(data, dict) else {"class_path": f"sequences.{data}"},
+        "trainer": {"accelerator": "cpu", **trainer},
+    }
+    sys.modules.pop("sequences", None)
+
+
+def phases_of(report):
+    return {phase["name"]: phase["peak_allocated_bytes"] for phase in report["estimate"]["phases"]}
+
+
+def test_validation_loader_is_read_and_judged(sequences, capsys):
+    code, report = estimate(capsys, sequences(), "--device-memory", "1MiB", "--no-remedies")
+    assert code == 3
+    assert report["estimate"]["peak_phase"]["name"] == "validation"
+    assert phases_of(report)["validation"] > 5000 * 64 * 4
+    assert "sanity_validation" in phases_of(report)
+    assert report["estimate"]["host"]["weights_only_bytes"] > 4 * 33 * 64
+
+
+@pytest.mark.parametrize(
+    ("data", "trainer", "phases"),
+    [
+        ("Texts", {"limit_val_batches": 0}, set()),
+        ("Texts", {"num_sanity_val_steps": 0}, {"validation"}),
+        ("Plain", {}, set()),
+        ({"class_path": "sequences.Texts", "init_args": {"validation": False}}, {}, set()),
+    ],
+    ids=["no batches", "no sanity check", "no loader", "loader that fails"],
+)
+def test_validation_follows_the_trainers_settings(sequences, capsys, data, trainer, phases):
+    code, report = estimate(capsys, sequences(data, **trainer), "--device-memory", "1GiB")
+    assert code == 0
+    assert {"validation", "sanity_validation"} & set(phases_of(report)) == phases
+    assert any("no such disk" in note for note in report["notes"]) == isinstance(data, dict)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "callback", "words"),
+    [
+        ((), None, "the largest of the first 3 batches (index 1) of the train loader"),
+        (("--sample-batches", "1"), None, "the first batch of the train loader"),
+        ((), 1, "the first batch of the train loader"),
+        (("--sample-batches", "2"), 1, "the largest of the first 2 batches (index 1) of the train loader"),
+    ],
+)
+def test_largest_of_the_first_batches_is_judged(sequences, capsys, arguments, callback, words):
+    preflight = {
+        "class_path": "lightning_memprec.MemoryPreflight",
+        "init_args": {"sample_batches": callback},
+    }
+    config = sequences(**({} if callback is None else {"callbacks": [preflight]}))
+    _, report = estimate(capsys, config, "--device-memory", "1GiB", *arguments)
+    assert f"Judged by {words}." in report["notes"]
+
+
+def test_bad_number_of_batches_is_bad_usage(sequences, capsys):
+    code, _ = estimate(capsys, sequences(), "--device-memory", "1GiB", "--sample-batches", "0")
+    assert code == 2

@@ -97,6 +97,36 @@ def test_device_is_compared(capsys, device, parameters, fits, minimum_devices):
     assert "unsharded peaks" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        # 112 GB; in stage 1 the 8 bytes of states are shared, in stage 3 all 16.
+        (
+            ["--zero-stage", "3", "--device-memory", "20GB"],
+            "With ZeRO stage 3, the run needs at least 6 of them",
+        ),
+        (
+            ["--zero-stage", "1", "--device-memory", "70GB"],
+            "With ZeRO stage 1, the run needs at least 4 of them",
+        ),
+        (
+            ["--zero-stage", "1", "--device-memory", "50GB"],
+            "No number of them is enough: what ZeRO stage 1 leaves",
+        ),
+        (["--device-memory", "20GB"], "Divided evenly, the unsharded total needs at least 6 of them"),
+        # 28 GB of weights stay.
+        (["--offload", "optimizer", "--device-memory", "20GB"], "needs at least 2 of them"),
+        (["--offload", "optimizer", "--device-memory", "30GB"], "The device offers 27.94 GiB: fits."),
+        (["--device", "t4", "--device-memory", "1TB"], "T4-16GB offers 931.32 GiB, of which about"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_devices_are_counted_with_offload_and_stage(capsys, arguments, words):
+    code, out, _ = run_formula(capsys, "--parameters", "7B", *arguments)
+    assert code == 0
+    assert words in out
+
+
 def test_offloaded_memory_is_shown(capsys):
     _, out, _ = run_formula(
         capsys, "--parameters", "1B", "--recipe", "half-master-adam", "--offload", "optimizer"
@@ -142,6 +172,7 @@ def test_bad_values_return_2_with_a_message(capsys, arguments, message):
     [
         (["--parameters", "seven"], "cannot read 'seven' as a count"),
         (["--parameters", "7B", "--device", "A100"], "Did you mean A100-80GB, A100-40GB?"),
+        (["--parameters", "7B", "--device-memory", "much"], "argument --device-memory"),
         (["--parameters", "7B", "--recipe", "fp4"], "invalid choice: 'fp4'"),
         (["--parameters", "7B", "--zero-stage", "4"], "invalid choice: 4"),
     ],

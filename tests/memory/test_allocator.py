@@ -576,3 +576,24 @@ def test_minimum_capacity_needs_a_fraction_above_zero():
 def test_other_backend_is_refused(function):
     with pytest.raises(ValueError, match="not 'cudaMallocAsync'"):
         function(script(("a", 1)), AllocatorConfig(backend="cudaMallocAsync"))
+
+
+class TestOptionalSizes:
+    """A convolution whose workspace finds no memory takes an algorithm that needs less."""
+
+    @staticmethod
+    def _events(smallest_bytes):
+        tensor, workspace = (
+            StorageRecord(size * MIB, 0, 0, False, birth) for size, birth in ((30, 0), (40, 1))
+        )
+        workspace.smallest_bytes = smallest_bytes
+        return MemoryEvents([tensor, workspace], [0, 1, ~1, ~0])
+
+    def test_without_a_limit_the_first_choice_is_taken(self):
+        assert simulate(self._events(0)).peak_reserved_bytes == 70 * MIB
+
+    @pytest.mark.parametrize(
+        ("smallest_bytes", "capacity_mib"), [(None, 70), (0, 32), (10 * MIB, 40), (40 * MIB, 70)]
+    )
+    def test_under_pressure_it_does_with_less(self, smallest_bytes, capacity_mib):
+        assert minimum_capacity(self._events(smallest_bytes)) == capacity_mib * MIB

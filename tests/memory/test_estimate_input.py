@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memprec import MemoryEstimate, TraceError, estimate_memory
+from lightning_memprec._devices import find_device
 from tests.memory.small_mlp import BATCH, DEVICES, IN, NUMEL, X, mlp, sgd, total
 
 
@@ -82,7 +84,7 @@ def test_default_loss_is_found_in_the_output(wrap):
             return wrap(self.net(x))
 
     estimate = estimate_memory(Wraps(), X, optimizer=sgd, device="cpu")
-    assert estimate.breakdown.gradients_bytes > 0 or estimate.phases[-1].name == "optimizer_step"
+    assert estimate.breakdown.gradients_bytes > 0 or any(p.name == "optimizer_step" for p in estimate.phases)
     assert {s.owner for s in estimate.events.storages if s.category == "gradients"} == {
         "net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"
     }  # fmt: skip
@@ -165,6 +167,18 @@ def test_estimate_is_plain_data():
         estimate.fits("1GiB", safety_margin=1.0)
     with pytest.raises(ValueError, match="Cannot read '24 gigs' as a size"):
         estimate.fits("24 gigs")
+    with pytest.raises(ValueError, match="H900"):
+        estimate.fits("H900")
+
+
+def test_named_device_is_judged_with_its_own_context():
+    estimate = estimate_memory(mlp(), X, loss=total, optimizer=sgd, device="cuda")
+    spec = find_device("T4-16GB")
+    room = spec.memory_bytes - spec.context_bytes
+    for reserved, fits in ((room, True), (room + 1, False)):
+        changed = dataclasses.replace(estimate, minimum_reserved_bytes=reserved)
+        assert changed.fits("t4") == fits
+        assert changed.fits(spec.memory_bytes)  # No device was named, so no context counts.
 
 
 def test_a_named_device_adds_its_context():

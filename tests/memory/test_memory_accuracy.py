@@ -9,7 +9,7 @@ import pytest
 from benchmarks import memory_accuracy
 from benchmarks.memory_accuracy import Scored, predict, relative_error, summarize
 from benchmarks.published_peaks import PEAKS
-from lightning_memprec.memory.devices import find_device
+from lightning_memprec._devices import find_device
 
 BY_ID = {peak.id: peak for peak in PEAKS}
 

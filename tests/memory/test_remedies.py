@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memprec.memory.allocator import minimum_capacity
 from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.estimate import estimate_plan
-from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.plan import TrainingPlan, ValidationLoader, ValidationPlan
 from lightning_memprec.memory.remedies import suggest_remedies
 
 
@@ -191,3 +191,47 @@ def test_batch_norm_is_named_as_a_cost_of_smaller_batches():
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     _, remedies = remedies_of(plan_of(module, optimizer=sgd, loss=lambda module, batch: module(batch).sum()))
     assert "batch norm" in remedies["micro_batch"].cost
+
+
+def test_the_plugin_is_named_as_it_is_written():
+    _, remedies = remedies_of(plan_of())
+    assert 'plugins=[MasterWeightPrecision("bf16-master")]' in remedies["master_weights"].how
+
+
+def test_steps_in_chunks_are_offered_where_they_are_what_fits():
+    # The optimizer's step is the peak: 18 bytes a parameter, or about 16 in chunks.
+    plan = plan_of(batch=8, optimizer=lambda params: torch.optim.AdamW(params, foreach=False))
+    plan = replace(plan, precision="bf16-master")
+    whole = estimate_plan(plan)
+    remedies = {r.name: r for r in suggest_remedies(plan, whole, int(0.95 * whole.minimum_device_bytes))}
+    remedy = remedies["master_weights_low_memory"]
+    assert remedy.fits
+    assert 'MasterWeightPrecision("bf16-master", low_memory=True)' in remedy.how
+    accumulating = replace(plan, accumulate_grad_batches=2)
+    names = {r.name for r in suggest_remedies(accumulating, estimate_plan(accumulating), 1)}
+    assert "master_weights_low_memory" not in names  # The plugin refuses the two together.
+
+
+def test_a_smaller_validation_batch_is_offered_where_validation_is_the_peak():
+    large = torch.empty(16384, 1024, device="meta")
+    validation = ValidationPlan(loaders=(ValidationLoader(large, 3), ValidationLoader(large[:8], 1)))
+    plan = plan_of(batch=64, optimizer=torch.optim.SGD)
+    estimate = estimate_plan(replace(plan, validation=validation))
+    assert estimate.peak_phase.name == "validation"
+    budget = (estimate.minimum_device_bytes + estimate_plan(plan).minimum_device_bytes) // 2
+    remedy = suggest_remedies(replace(plan, validation=validation), estimate, budget)[0]
+    assert (remedy.name, remedy.fits, remedy.basis) == ("validation_batch", True, "traced")
+    size = int(remedy.description.rpartition(" ")[2])
+    assert remedy.how == f"batch_size={size} in `val_dataloader`"
+
+    def need(size):
+        loaders = (ValidationLoader(torch.empty(size, 1024, device="meta"), 3 * 16384 // size),)
+        return estimate_plan(replace(plan, validation=ValidationPlan(loaders=loaders))).minimum_device_bytes
+
+    assert need(size) <= budget < need(2 * size)
+
+
+def test_validation_is_left_alone_where_training_is_the_peak():
+    validation = ValidationPlan(loaders=(ValidationLoader(torch.empty(8, 1024, device="meta"), 3),))
+    _, remedies = remedies_of(plan_of(validation=validation))
+    assert "validation_batch" not in remedies

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_memprec.memory.allocator import simulate
 from lightning_memprec.memory.estimate import estimate_memory
+from lightning_memprec.memory.steady import with_more_steps
 
 MIB = 1024**2
 
@@ -25,7 +26,7 @@ def _estimate(device="cuda"):
 
 def test_cuda_figures_are_those_of_a_replay():
     estimate = _estimate()
-    replay = simulate(estimate.events)
+    replay = simulate(with_more_steps(estimate.events))
     assert estimate.peak_allocated_bytes == replay.peak_allocated_bytes
     assert estimate.peak_reserved_bytes == replay.peak_reserved_bytes
     assert estimate.breakdown.total_bytes <= estimate.peak_allocated_bytes <= estimate.minimum_reserved_bytes
@@ -35,8 +36,9 @@ def test_cuda_figures_are_those_of_a_replay():
 def test_minimum_is_a_capacity_on_which_the_run_survives_and_2_mib_less_is_not():
     estimate = _estimate()
     enough = estimate.minimum_reserved_bytes
-    assert simulate(estimate.events, capacity_bytes=enough).out_of_memory_event is None
-    assert simulate(estimate.events, capacity_bytes=enough - 2 * MIB).out_of_memory_event is not None
+    events = with_more_steps(estimate.events)
+    assert simulate(events, capacity_bytes=enough).out_of_memory_event is None
+    assert simulate(events, capacity_bytes=enough - 2 * MIB).out_of_memory_event is not None
 
 
 def test_the_allocator_is_set_up_as_the_environment_says(monkeypatch):

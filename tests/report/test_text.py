@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
 from lightning_memprec.memory.result import (
     Assumption,
     Breakdown,
+    HostMemory,
+    LargestBatch,
     MemoryEstimate,
     ModuleMemory,
     PhasePeak,
@@ -66,7 +69,9 @@ def test_report_shows_every_part_its_share_and_the_verdict():
         "offered 10.00 GiB",
         "headroom -2.00 GiB",
         "DOES NOT FIT: 2.00 GiB too much.",
-        "Peak: backward, step 2 of 2. Elsewhere at most: forward 5.00 GiB.",
+        "Peak: backward, step 2 of 2.",
+        "first step 5.00 GiB",
+        "later steps 11.00 GiB",
         "layers.0.attention (Attention) 3.00 GiB activations",
         "1. an 8-bit optimizer: 9.00 GiB, fits; cost: rounded states",
         "bnb.AdamW8bit(...)",
@@ -160,3 +165,88 @@ def test_rich_report_says_the_same():
         "A note [x].",
     ):
         assert part in text
+
+
+def test_margin_says_what_it_rests_on():
+    estimate = make_estimate()
+    verdict = judge(estimate.minimum_device_bytes, 20 * GIB, safety_margin=0.08)
+    assert "The margin of 8 % is for what the estimate misses." in flat(format_estimate(estimate, verdict))
+    for silent in (
+        format_estimate(make_estimate(device="cpu"), verdict),
+        format_estimate(estimate, judge(1, None)),
+        format_estimate(estimate),
+    ):
+        assert "The margin of" not in flat(silent)
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+PHASES = (
+    PhasePeak("setup", -1, GIB, 2 * GIB),
+    PhasePeak("sanity_validation", -1, 3 * GIB),
+    PhasePeak("forward", 0, 4 * GIB, 5 * GIB),
+    PhasePeak("optimizer_step", 0, 6 * GIB, 7 * GIB),
+    PhasePeak("forward", 1, 9 * GIB, 10 * GIB),
+    PhasePeak("optimizer_step", 1, 8 * GIB, 10 * GIB),
+    PhasePeak("validation", 1, 11 * GIB, 12 * GIB),
+)
+
+
+@pytest.mark.parametrize("look", ["plain", "rich"])
+def test_phases_and_the_machine_around_are_shown(look):
+    host = HostMemory(GIB, 2 * GIB, 4 * GIB, 3 * GIB, GIB, ranks_per_node=8)
+    estimate = make_estimate(phases=PHASES, peak_phase=PHASES[-1], host=host)
+    if look == "plain":
+        text = format_estimate(estimate)
+    else:
+        from rich.console import Console
+
+        from lightning_memprec.report.rich_table import render_estimate
+
+        console = Console(file=io.StringIO(), width=200)
+        console.print(render_estimate(estimate))
+        text = console.file.getvalue()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    phases = [
+        "set-up 1.00 GiB 2.00 GiB",
+        "sanity validation 3.00 GiB",
+        "first step 6.00 GiB 7.00 GiB",
+        "later steps 9.00 GiB 10.00 GiB",
+        "optimizer step of these 8.00 GiB 10.00 GiB",
+        "validation 11.00 GiB 12.00 GiB",
+    ]
+    first = lines.index(phases[0])
+    assert lines[first : first + len(phases)] == phases
+    assert "Peak: validation." in flat(text)
+    assert "A checkpoint takes 3.00 GiB on disk, weights only 1.00 GiB." in lines
+    assert "1.00 GiB on each of 8 ranks until the weights are on the device" in flat(text)
+
+
+def test_refusal_for_validation_says_so():
+    estimate = make_estimate(phases=PHASES, peak_phase=PHASES[-1])
+    verdict = judge(estimate.minimum_device_bytes, 10 * GIB)
+    message = overflow_message(estimate, verdict, (), "`T4-16GB`")
+    assert "The peak is in validation; the training steps allocate at most 9.00 GiB." in message
+    assert "validation" not in overflow_message(make_estimate(), verdict, (), "`T4-16GB`")
+
+
+@pytest.mark.parametrize(
+    ("largest", "sentence"),
+    [
+        (
+            LargestBatch(5, 9 * GIB, 8, 6, 4),
+            "Largest batch that fits: 5, where the run needs 9.00 GiB, and 6 does not fit (traced with 4 sizes; "
+            "this run has 8).",
+        ),
+        (LargestBatch(64, 9 * GIB, 8, None, 3), "Largest batch that fits: at least 64, where the run needs"),
+        (None, ""),
+    ],
+)
+def test_largest_batch_is_a_line_of_the_report(largest, sentence):
+    verdict = replace(judge(12 * GIB, 10 * GIB), largest_batch=largest)
+    text = format_estimate(make_estimate(), verdict)
+    assert sentence in flat(text)
+    assert ("Largest batch" in text) == bool(sentence)
+    assert max(map(len, text.splitlines())) <= 88
