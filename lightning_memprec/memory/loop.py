@@ -42,6 +42,12 @@ __all__ = ["TrainingLoop"]
 _FIXED = ("parameters", "buffers", "gradients")
 
 
+def _without_the_rest(tensor: Tensor) -> Tensor:
+    """Copy a part of a larger meta tensor: only the part is brought to the device."""
+    is_part = tensor.is_meta and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part and not tensor.requires_grad else tensor
+
+
 class TrainingLoop:
     """Runs the steps of a plan on a copy of its module.
 
@@ -163,6 +169,7 @@ class TrainingLoop:
         """Bring a batch of a loader to the device, through the module's transfer hooks."""
         if batch is None:
             raise TraceError("The batch is `None`. Pass a batch, or shapes through `batch_spec`.")
+        batch = map_tensors(_without_the_rest, batch)
         dtype = self.policy.parameter_dtype
         if dtype is not None:
             batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)

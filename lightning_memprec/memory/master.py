@@ -29,6 +29,8 @@ __all__ = ["MasterWeights", "cast_to_half"]
 _HALF = (torch.float16, torch.bfloat16)
 # A chunk of a low-memory step holds at most this share of all elements, or one parameter.
 _CHUNKS = 32
+# Elements that are compared at a time with what others may have written: for each thread on a CPU, and elsewhere.
+_CPU_PIECE, _DEVICE_PIECE = 2**16, 2**22
 # These step all their parameters together, or take sparse gradients: no step in chunks.
 _COUPLED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -168,11 +170,17 @@ class MasterWeights:
     def _compare(self, stepped: Tensor) -> None:
         parameter = self._parameters.get(stepped)
         if parameter is not None:
-            changed = stepped.to(parameter.dtype) != parameter
-            if self._on_cpu:
-                changed.any()
-            else:
-                parameter.float()  # `torch.where` brings both to one dtype.
+            # One piece stands for all: each is freed before the next.
+            size = _CPU_PIECE * torch.get_num_threads() if self._on_cpu else _DEVICE_PIECE
+            single, half = stepped, parameter
+            if single.is_contiguous() and half.is_contiguous():
+                single, half = single.view(-1)[:size], half.view(-1)[:size]
+            rounded = single.to(half.dtype)
+            if not self._on_cpu:
+                changed = rounded != half
+                del rounded
+                half.float()  # `torch.where` brings both to one dtype.
+                del changed
 
     def clip(self, algorithm: str) -> None:
         """Clip in the chunks of the step."""

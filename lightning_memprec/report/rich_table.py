@@ -105,9 +105,13 @@ def _phases(estimate: MemoryEstimate) -> Table:
     table = Table(box=None, header_style="dim")
     table.add_column()
     table.add_column("allocated", justify="right")
-    table.add_column("reserved", justify="right")
-    for name, allocated, reserved in phase_rows(estimate):
-        table.add_row(name, format_bytes(allocated), "" if reserved is None else format_bytes(reserved))
+    rows = phase_rows(estimate)
+    simulated = any(reserved is not None for _, _, reserved in rows)  # Only CUDA's allocator is.
+    if simulated:
+        table.add_column("reserved", justify="right")
+    for name, allocated, reserved in rows:
+        cells = [format_bytes(allocated), "" if reserved is None else format_bytes(reserved)]
+        table.add_row(name, *cells[: 1 + simulated])
     return table
 
 

@@ -56,8 +56,10 @@ def format_estimate(
         lines += _wrap(verdict_sentence(verdict), "  ")
         lines += _wrap(largest_batch_sentence(verdict), "  ")
     lines += ["", *_wrap(peak_sentence(estimate), "  ")]
-    lines += ["", "  Phases" + " " * 34 + "allocated      reserved"]
-    lines += [_phase(*row) for row in phase_rows(estimate)]
+    phases = phase_rows(estimate)
+    simulated = any(reserved is not None for _, _, reserved in phases)  # Only CUDA's allocator is.
+    lines += ["", "  Phases" + " " * 34 + "allocated" + "      reserved" * simulated]
+    lines += [_phase(*row) for row in phases]
     modules = module_rows(estimate)
     if modules:
         lines += ["", "  Largest modules at the peak"]
