@@ -21,20 +21,30 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from lightning.pytorch import Callback as _Callback
     from lightning.pytorch import LightningModule as LightningModule
     from lightning.pytorch import Trainer as Trainer
+    from lightning.pytorch.plugins import HalfPrecision as _HalfPrecision
 
 __all__ = [
     "TRANSFER_HOOKS",
     "CallbackBase",
+    "PrecisionBase",
     "adopt_namespaces",
+    "clips_with_torch",
     "end_run",
+    "hold_step_schedulers",
     "loaded_namespaces",
+    "logged_step",
+    "misconfiguration",
     "namespace_of",
     "overridden_data_hooks",
+    "overrides_clipping",
+    "precision_class",
+    "raw_optimizer",
     "silent_logger",
     "train_loaders",
 ]
@@ -82,11 +92,38 @@ else:
             return super().__new__(cls)
 
 
+def _half_precision(namespace: ModuleType) -> type:
+    # Why `HalfPrecision`: `isinstance` checks of Lightning, such as ThroughputMonitor's, then know our dtype.
+    kind: type = importlib.import_module(f"{namespace.__name__}.plugins").HalfPrecision
+    return kind
+
+
+if TYPE_CHECKING:
+    PrecisionBase = _HalfPrecision
+else:
+
+    class PrecisionBase(*[_half_precision(namespace) for namespace in loaded_namespaces()]):
+        """A half-precision plugin in every Lightning namespace that the program has imported.
+
+        Methods of Lightning that look at a module or a Trainer only know those of their own namespace: call
+        them through :func:`precision_class`, not through ``super()``.
+        """
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> PrecisionBase:
+            """Take in a namespace that was imported since the class was made."""
+            adopt_namespaces()
+            return super().__new__(cls)
+
+
 def adopt_namespaces() -> None:
-    """Let :class:`CallbackBase` derive from every Lightning namespace imported by now."""
-    bases = tuple(namespace.Callback for namespace in loaded_namespaces())
-    if set(bases) - set(CallbackBase.__bases__):
-        CallbackBase.__bases__ = bases
+    """Let our base classes derive from every Lightning namespace imported by now."""
+    namespaces = loaded_namespaces()
+    for base, kinds in (
+        (CallbackBase, [namespace.Callback for namespace in namespaces]),
+        (PrecisionBase, [_half_precision(namespace) for namespace in namespaces]),
+    ):
+        if set(kinds) - set(base.__bases__):
+            base.__bases__ = tuple(kinds)
 
 
 class _CLIWatch:
@@ -107,6 +144,30 @@ def namespace_of(trainer: Any) -> ModuleType:
         if isinstance(trainer, namespace.Trainer):
             return namespace
     raise TypeError(f"Expected a Lightning Trainer, got {type(trainer).__qualname__}.")
+
+
+def precision_class(module: Any) -> Any:
+    """Return Lightning's HalfPrecision class of the namespace that a LightningModule comes from."""
+    for namespace in loaded_namespaces():
+        if isinstance(module, namespace.LightningModule):
+            return _half_precision(namespace)
+    raise TypeError(f"Expected a LightningModule, got {type(module).__qualname__}.")
+
+
+def raw_optimizer(optimizer: Any) -> Any:
+    """Return the user's optimizer inside the wrapper that ``self.optimizers()`` gives."""
+    for namespace in loaded_namespaces():
+        wrapper = importlib.import_module(f"{namespace.__name__}.core.optimizer").LightningOptimizer
+        if isinstance(optimizer, wrapper):
+            return optimizer.optimizer
+    return optimizer
+
+
+def misconfiguration(trainer: Any, message: str) -> Exception:
+    """Return the MisconfigurationException of a Trainer's namespace."""
+    module = importlib.import_module(f"{namespace_of(trainer).__name__}.utilities.exceptions")
+    error: Exception = module.MisconfigurationException(message)
+    return error
 
 
 def train_loaders(trainer: Any) -> Any:
@@ -136,6 +197,53 @@ def overridden_data_hooks(datamodule: Any) -> list[str]:
             kind = type(datamodule)
             return [name for name in TRANSFER_HOOKS if getattr(kind, name) is not getattr(base, name)]
     return []
+
+
+def clips_with_torch(plugin: Any) -> bool:
+    """Tell whether a precision plugin clips by norm as Lightning's base class does, with torch's function."""
+    bases = [
+        importlib.import_module(f"{namespace.__name__}.plugins.precision").Precision
+        for namespace in loaded_namespaces()
+    ]
+    return any(type(plugin).clip_grad_by_norm is base.clip_grad_by_norm for base in bases)
+
+
+def overrides_clipping(module: Any) -> bool:
+    """Tell whether a LightningModule clips its gradients in its own way."""
+    return not any(
+        type(module).configure_gradient_clipping is namespace.LightningModule.configure_gradient_clipping
+        for namespace in loaded_namespaces()
+    )
+
+
+def logged_step(trainer: Any) -> int:
+    """Return the step under which Lightning's own metrics are logged at this moment of ``fit``."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def hold_step_schedulers(trainer: Any, held: Callable[[], bool]) -> Callable[[], None]:
+    """Keep schedulers that Lightning steps with the optimizer where they are while ``held`` says so.
+
+    Args:
+        trainer: A Trainer inside ``fit``.
+        held: Called before each update of the schedulers.
+
+    Returns:
+        A function that undoes this.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    update = loop.update_lr_schedulers
+
+    def update_unless_held(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or not held():
+            update(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    def undo() -> None:
+        vars(loop).pop("update_lr_schedulers", None)
+
+    loop.update_lr_schedulers = update_unless_held
+    return undo
 
 
 def end_run(trainer: Any) -> Exception:

@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
+from lightning_memprec._files.checkpoint_files import Source, open_checkpoint
+from lightning_memprec._files.safetensors_writer import OutputTensor, write_safetensors
+from lightning_memprec._files.stored_tensor import StoredTensor, untie
 from lightning_memprec._units import parse_bytes
-from lightning_memprec.master_weights.checkpoint_files import Source, open_checkpoint
-from lightning_memprec.master_weights.safetensors_writer import OutputTensor, write_safetensors
-from lightning_memprec.master_weights.stored_tensor import StoredTensor, untie
 
 __all__ = ["ExportDtype", "ExportedWeights", "export_weights"]
 
@@ -68,7 +68,7 @@ def export_weights(
     so that ``safetensors.torch.load_model`` and ``from_pretrained`` accept the file.
 
     Args:
-        checkpoint_path: Whatever :func:`~lightning_memprec.master_weights.checkpoint_files.open_checkpoint`
+        checkpoint_path: Whatever :func:`~lightning_memprec._files.checkpoint_files.open_checkpoint`
             reads.
         out_path: A file that ends in ``.safetensors``, or a folder, in which ``model.safetensors`` is made.
         dtype: Dtype of the floating-point weights. ``"keep"`` leaves each as it is. Integers, booleans,

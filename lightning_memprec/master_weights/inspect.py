@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memprec.master_weights.checkpoint_files import Source, open_checkpoint
-from lightning_memprec.master_weights.stored_tensor import StoredTensor, untie
+from lightning_memprec._files.checkpoint_files import Source, open_checkpoint
+from lightning_memprec._files.stored_tensor import StoredTensor, untie
 
 __all__ = ["CheckpointReport", "DtypeTotal", "count_half_values", "inspect_checkpoint"]
 
@@ -128,7 +128,7 @@ def inspect_checkpoint(path: str | Path, source: Source = "auto") -> CheckpointR
     tells whether FP32 weights kept their mantissas or were rounded once and stored wide.
 
     Args:
-        path: Whatever :func:`~lightning_memprec.master_weights.checkpoint_files.open_checkpoint` reads.
+        path: Whatever :func:`~lightning_memprec._files.checkpoint_files.open_checkpoint` reads.
         source: Averaged weights or the last raw ones; by default the averages if there are any.
 
     Returns:

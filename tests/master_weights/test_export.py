@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
-from lightning_memprec.master_weights.checkpoint_files import Source
+from lightning_memprec._files.checkpoint_files import Source
 from lightning_memprec.master_weights.export import ExportDtype, export_weights
 
 DTYPES = [name for name in get_args(ExportDtype) if name != "keep"]
