@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_memprec.master_weights.safetensors_writer import DTYPES
-from lightning_memprec.master_weights.stored_tensor import CheckpointError, StoredTensor
-from lightning_memprec.master_weights.torch_files import load_lazily
+from lightning_memprec._files.safetensors_writer import DTYPES
+from lightning_memprec._files.stored_tensor import CheckpointError, StoredTensor
+from lightning_memprec._files.torch_files import load_lazily
 
 __all__ = ["Checkpoint", "Source", "open_checkpoint"]
 
@@ -183,7 +183,7 @@ def _lightning(contents: dict[str, Any], path: Path, source: Source) -> Checkpoi
 
 def _distributed(path: Path, source: Source) -> Checkpoint:
     # Imported here: torch.distributed.checkpoint takes longer to import than most files take to open.
-    from lightning_memprec.master_weights.distributed_folder import read_folder
+    from lightning_memprec._files.distributed_folder import read_folder
 
     tensors = read_folder(path)
     meta = path / "meta.pt"  # Lightning keeps there all that is not sharded.

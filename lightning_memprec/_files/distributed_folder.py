@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightning_memprec.master_weights.stored_tensor import CheckpointError, StoredTensor
+from lightning_memprec._files.stored_tensor import CheckpointError, StoredTensor
 
 __all__ = ["read_folder"]
 

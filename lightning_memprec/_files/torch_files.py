@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memprec.master_weights.stored_tensor import CheckpointError, StoredTensor
+from lightning_memprec._files.stored_tensor import CheckpointError, StoredTensor
 
 __all__ = ["load_lazily", "read_into"]
 

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_memprec._errors import MemPrecError
-from lightning_memprec.master_weights.checkpoint_files import open_checkpoint
-from lightning_memprec.master_weights.stored_tensor import CheckpointError, untie
+from lightning_memprec._files.checkpoint_files import open_checkpoint
+from lightning_memprec._files.stored_tensor import CheckpointError, untie
 
 
 def tensors():
