@@ -137,9 +137,8 @@ STEPS = {
 }
 
 
-# Autograd adds two gradients of one tensor in place, but not while anything watches the operators: the trace
-# holds one more of them at the peak of these steps.
-ONE_GRADIENT_MORE = {"gradient_penalty": 4 * IN * HIDDEN, "functional": 4 * BATCH * HIDDEN}
+# Wrappers of `torch.func` hold the gradient of one weight and one output longer than the trace shows.
+HELD_LONGER = {"functional": 4 * HIDDEN * OUT + 4 * BATCH * OUT}
 
 
 def peak_of_live_tensors(module, batch):
@@ -158,7 +157,7 @@ def test_unusual_steps_need_what_a_real_run_needs(name):
     real = peak_of_live_tensors(module_with(training_step=training_step), X)
     # A Trainer keeps a few kilobytes of its own, such as the state of the random generator.
     excess = estimate.peak_allocated_bytes - real
-    assert -8192 <= excess <= 0.01 * real + ONE_GRADIENT_MORE.get(name, 0)
+    assert -8192 - HELD_LONGER.get(name, 0) <= excess <= 0.01 * real
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
