@@ -1,0 +1,103 @@
+"""Quantization methods by name: a preset of the scheme, and how the integers are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_memprec.quantization.affine import Quantized
+from lightning_memprec.quantization.modules.base import Scheme
+from lightning_memprec.quantization.targets import Target
+
+__all__ = ["Method", "Solution", "Solver", "method_names", "register_method", "resolve"]
+
+Solver = Callable[
+    [nn.Module, "list[Target]", "Iterable[Any] | None", Callable[[nn.Module, Any], Any]],
+    "Mapping[str, Mapping[str, Quantized]]",
+]
+
+
+class Solution(dict[str, dict[str, Quantized]]):
+    """Quantized matrices by target and weight name, from a solver that has something to say about some layers.
+
+    Args:
+        weights: The matrices.
+        notes: What was not done as asked, by target; shown in the report.
+    """
+
+    def __init__(self, weights: Mapping[str, dict[str, Quantized]], notes: dict[str, str]) -> None:
+        super().__init__(weights)
+        self.notes = notes
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named way to quantize.
+
+    Args:
+        name: What users write.
+        scheme: Preset; keywords of ``quantize_`` override its parts.
+        solver: Finds the integers: called with the float model, the targets, the calibration batches and the function
+            that runs a batch; returns quantized matrices by target and weight name. ``None`` rounds to nearest.
+        needs_calibration: Whether the solver cannot do without batches.
+    """
+
+    name: str
+    scheme: Scheme
+    solver: Solver | None = None
+    needs_calibration: bool = False
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register_method(method: Method) -> None:
+    """Make a method known to ``quantize_``.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+    if method.name in _METHODS:
+        raise ValueError(f"There is a method {method.name!r} already. Choose another name.")
+    _METHODS[method.name] = method
+
+
+def method_names() -> list[str]:
+    """Return the names of all methods."""
+    return list(_METHODS)
+
+
+def resolve(name: str, overrides: Mapping[str, Any]) -> Method:
+    """Return a method with parts of its preset overridden.
+
+    Args:
+        name: Name of the method.
+        overrides: Fields of :class:`~lightning_memprec.quantization.modules.base.Scheme`; ``None`` keeps the preset.
+
+    Raises:
+        ValueError: If there is no such method, or the parts do not fit together.
+    """
+    if name not in _METHODS:
+        raise ValueError(f"There is no method {name!r}. Choose one of: {', '.join(_METHODS)}.")
+    method = _METHODS[name]
+    changes = {key: value for key, value in overrides.items() if value is not None}
+    if "group_size" in changes:
+        changes.setdefault("weight_granularity", "group")
+    elif changes.get("weight_granularity", "group") != "group":
+        changes["group_size"] = None
+    if changes.get("activations") == "float" and "outlier_threshold" not in changes:
+        changes["outlier_threshold"] = None
+    return replace(method, scheme=replace(method.scheme, **changes))
+
+
+register_method(Method("weight_only", Scheme()))
+register_method(Method("absmax", Scheme(weight_granularity="tensor", activations="tensor")))
+register_method(
+    Method("zeropoint", Scheme(weight_granularity="tensor", activations="tensor", mapping="affine"))
+)
+register_method(Method("vectorwise", Scheme(activations="token")))
+# Threshold: section 3.2 of arXiv 2208.07339.
+register_method(Method("llm_int8", Scheme(activations="token", outlier_threshold=6.0)))
