@@ -16,6 +16,10 @@ from lightning_memprec._files.stored_tensor import CheckpointError, StoredTensor
 __all__ = ["load_lazily", "read_into"]
 
 
+# What files of torch.save begin with: a zip archive, or before torch 1.6 a pickle of protocol 2 or later.
+_BEGINNINGS = (b"PK", b"\x80")
+
+
 class _Unknown(list[Any]):
     """Stands for an object of a class that is not built: hyperparameters, states of callbacks.
 
@@ -43,9 +47,15 @@ def load_lazily(path: Path) -> Any:
         OSError: If the file may not be read.
         CheckpointError: If the file is cut, is no file of ``torch.save``, or holds what is not safe to read.
     """
-    path.open(
+    with path.open(
         "rb"
-    ).close()  # A file that may not be read says so itself; torch says OSError of cut ones, too.
+    ) as file:  # One that may not be read says so itself; torch says OSError of cut ones, too.
+        beginning = file.read(2)
+    if not beginning.startswith(_BEGINNINGS):
+        raise CheckpointError(
+            f"{str(path)!r} is not a checkpoint: torch.save did not write it. Give a `.ckpt` or another file of "
+            "torch.save, or a file that ends in `.safetensors`."
+        )
     try:
         if not zipfile.is_zipfile(path):
             contents = torch.load(path, map_location="cpu", weights_only=True)

@@ -2,6 +2,5 @@
 
 from __future__ import annotations
 
-from lightning_memprec.quantization import (
-    reconstruction as reconstruction,
-)  # Registers the methods that learn.
+# Registers the methods that learn.
+from lightning_memprec.quantization import reconstruction as reconstruction

@@ -132,6 +132,18 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path, function):
 
 
 @pytest.mark.parametrize(
+    "contents",
+    [b"import torch\n", b"", b'{"a": 1}', b"Python", b"\x89HDF\r\n"],
+    ids=["program", "empty", "json", "p", "hdf5"],
+)
+@pytest.mark.parametrize("name", ["train.py", "last.ckpt"])
+def test_another_kind_of_file_is_called_no_checkpoint(tmp_path, contents, name):
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(CheckpointError, match=rf"{name}' is not a checkpoint"):
+        open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize(
     ("mode", "kept"),
     [(mode, kept) for mode in ("zip", "legacy", "safetensors") for kept in (0, 1, 9, 200, 0.5, 0.9)],
 )
