@@ -56,8 +56,6 @@ def main(figure: str | None = None) -> GradScalerMonitor:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Regression(), DataLoader(load_data(), batch_size=4))
-    for event in monitor.events:
-        print(f"\n[{event.severity}] step {event.step}, {event.kind}\n  {event.message}")
     print(f"\n{monitor.summary()}")
     if figure is not None:
         monitor.plot()[0].savefig(figure)

@@ -107,20 +107,32 @@ DEVICES: dict[str, DeviceSpec] = {
         DeviceSpec("A6000-48GB", 48_676 * MIB, (8, 6), 84, _LOGS, ("RTX-A6000",)),
         DeviceSpec("RTX6000Ada-48GB", 50_865_307_648, (8, 9), 142, _EXACT, ("RTX-6000-Ada-Generation",)),
         DeviceSpec("RTX5090-32GB", 32_102 * MIB, (12, 0), 170, _LOGS),
+        DeviceSpec("RTX5080-16GB", 15_840 * MIB, (12, 0), 84, _LOG),
         DeviceSpec("RTX4090-24GB", 24_081 * MIB, (8, 9), 128, _LOGS),
         DeviceSpec("RTX4080-16GB", 16_049 * MIB, (8, 9), 76, _LOG),
+        DeviceSpec("RTX4070TiSuper-16GB", 16_069 * MIB, (8, 9), 66, _LOG),
+        DeviceSpec("RTX4070Ti-12GB", 12_007 * MIB, (8, 9), 60, _LOG),
         DeviceSpec("RTX4070-12GB", 11_994 * MIB, (8, 9), 46, _LOGS),
         DeviceSpec("RTX4060-8GB", 8_318_222_336, (8, 9), 24, _EXACT),
         DeviceSpec("RTX3090-24GB", 24_124 * MIB, (8, 6), 82, _LOGS),
+        DeviceSpec("RTX3080Ti-12GB", 11_910 * MIB, (8, 6), 80, _LOGS),
         DeviceSpec("RTX3080-10GB", 10_002 * MIB, (8, 6), 68, _LOGS),
+        DeviceSpec("RTX3070-8GB", 7_973 * MIB, (8, 6), 46, _LOG),
+        DeviceSpec("RTX3060Ti-8GB", 7_833 * MIB, (8, 6), 38, _LOG),
         DeviceSpec("RTX3060-12GB", 12_622_168_064, (8, 6), 28, _EXACT),
         DeviceSpec("RTX2080Ti-11GB", 10_825 * MIB, (7, 5), 68, _LOGS),
+        # The logs of these two are of the Super, with the same memory; it has the same or more multiprocessors.
+        DeviceSpec("RTX2080-8GB", 7_982 * MIB, (7, 5), 48, _LOGS, ("RTX-2080-Super",)),
+        DeviceSpec("RTX2070-8GB", 7_972 * MIB, (7, 5), 40, _LOGS, ("RTX-2070-Super",)),
+        DeviceSpec("RTX2060-6GB", 5_918 * MIB, (7, 5), 30, _LOG),
+        DeviceSpec("GTX1660Ti-6GB", 5_914 * MIB, (7, 5), 24, _LOG),
+        DeviceSpec("GTX1660-6GB", 5_928 * MIB, (7, 5), 22, _LOGS, ("GTX-1660-Super",)),
         DeviceSpec("GTX1080Ti-11GB", 11_172 * MIB, (6, 1), 28, _LOGS),
     )
 }
 
 
-def find_device(name: str) -> DeviceSpec:
+def find_device(name: str, *, otherwise: str = "give the memory of your device instead") -> DeviceSpec:
     """Look a device up by its catalogue name, its driver's name or its model alone.
 
     Case, spaces, hyphens and a leading ``NVIDIA``, ``GeForce`` or ``Tesla`` do not matter. A model that is
@@ -128,6 +140,7 @@ def find_device(name: str) -> DeviceSpec:
 
     Args:
         name: For example ``"A100-80GB"``, ``"NVIDIA A100-SXM4-80GB"`` or ``"rtx 3090"``.
+        otherwise: What the message advises for a card that is not in the catalogue.
 
     Returns:
         The entry of the catalogue.
@@ -147,10 +160,7 @@ def find_device(name: str) -> DeviceSpec:
     near = [spec.name for spec in matches] or _near_matches(name)
     fact = f"{name!r} is more than one device" if matches else f"Unknown device {name!r}"
     hint = f"Did you mean {', '.join(near)}? " if near else ""
-    raise ValueError(
-        f"{fact}. {hint}Use a name of the catalogue ({', '.join(DEVICES)}), "
-        "or give the memory of your device instead."
-    )
+    raise ValueError(f"{fact}. {hint}Use a name of the catalogue ({', '.join(DEVICES)}), or {otherwise}.")
 
 
 def _normalized(name: str) -> str:
@@ -168,5 +178,12 @@ def _names() -> dict[str, list[DeviceSpec]]:
 
 def _near_matches(name: str) -> list[str]:
     known = _names()
-    close = difflib.get_close_matches(_normalized(name), known, n=3)
+    wanted = _normalized(name)
+    close = difflib.get_close_matches(wanted, [n for n in known if _same_number(n, wanted)], n=3)
     return list(dict.fromkeys(spec.name for match in close for spec in known[match]))
+
+
+def _same_number(known: str, wanted: str) -> bool:
+    """Tell whether two model numbers can be the same one, cut or with a digit too many: 1660 is never 1080."""
+    numbers = [match[0] if (match := re.search(r"\d+", name)) else "" for name in (known, wanted)]
+    return numbers[0].startswith(numbers[1]) or numbers[1].startswith(numbers[0])

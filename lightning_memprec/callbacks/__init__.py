@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
     from lightning_memprec.callbacks.memory_preflight import MemoryPreflight
+    from lightning_memprec.callbacks.post_training_quantization import PostTrainingQuantization
+    from lightning_memprec.callbacks.stagnation_monitor import StagnationMonitor
 
-__all__ = ["MemoryPreflight"]
+__all__ = ["GradScalerMonitor", "MemoryPreflight", "PostTrainingQuantization", "StagnationMonitor"]
+
+_HOMES = {
+    "GradScalerMonitor": "grad_scaler_monitor",
+    "MemoryPreflight": "memory_preflight",
+    "PostTrainingQuantization": "post_training_quantization",
+    "StagnationMonitor": "stagnation_monitor",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MemoryPreflight":
-        from lightning_memprec.callbacks.memory_preflight import MemoryPreflight
-
-        return MemoryPreflight
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memprec._lightning import hold_step_schedulers, logged_step
 from lightning_memprec.callbacks._scaler_watch import ScalerWatch
+from lightning_memprec.callbacks._speaking import say
 from lightning_memprec.report.file import write_report
 from lightning_memprec.scaling.errors import ScalerCollapseError
+from lightning_memprec.scaling.health import no_scaler_in_words
 from lightning_memprec.scaling.metrics import metrics_of
 from lightning_memprec.scaling.norms import optimizer_parameters
 from lightning_memprec.scaling.scaler_access import clamp_scale
@@ -102,9 +103,9 @@ class ScalerSession:
         scaler = self.watch.scaler
         if scaler is not None:
             health.growth_interval = scaler.get_growth_interval()
-            self._check_saved_scaler(scaler, type(trainer.precision_plugin).__qualname__, saved)
-        elif any(p.dtype == torch.float16 for o in trainer.optimizers for p in optimizer_parameters(o)):
-            self._tell("no_scaler_in_fp16", {})
+            self._check_saved_scaler(scaler, saved)
+        else:
+            self._tell_of_no_scaler()
         if settings.hold_schedule:
             self._release = hold_step_schedulers(trainer, self._has_just_skipped)
         self._publish()
@@ -154,7 +155,7 @@ class ScalerSession:
             if self.watch.scaler is not None:
                 self._health.totals.see_scale(self.watch.scaler.get_scale())
         self._publish()
-        rank_zero_info(f"GradScalerMonitor: {self._health.summary()}")
+        say(self._trainer, "GradScalerMonitor, summary", self._health.summary())
         if self._settings.report_path is not None and self._trainer.is_global_zero:
             try:
                 write_report(self._settings.report_path, self._health.to_dict())
@@ -173,16 +174,35 @@ class ScalerSession:
         if hasattr(error, "add_note"):  # Python 3.11.
             error.add_note(event.message)
 
-    def _check_saved_scaler(self, scaler: Any, plugin: str, saved: SavedScaler | None) -> None:
+    def _tell_of_no_scaler(self) -> None:
+        plugin: Any = self._trainer.precision_plugin
+        # Master weights go by one of Lightning's names, and have one of their own.
+        precision = str(getattr(plugin, "master_precision", plugin.precision))
+        self._health.unscaled_precision = precision
+        optimizers = self._trainer.optimizers
+        if any(p.dtype == torch.float16 for o in optimizers for p in optimizer_parameters(o)):
+            self._tell("no_scaler_in_fp16", {})
+        else:
+            say(self._trainer, "GradScalerMonitor", no_scaler_in_words(precision))
+
+    def _check_saved_scaler(self, scaler: Any, saved: SavedScaler | None) -> None:
         """Find out whether the saved scaler's state has reached this run's scaler."""
-        if saved is None or not saved.states or plugin in saved.states or scaler.state_dict() != saved.fresh:
+        plugin: Any = self._trainer.precision_plugin
+        name = type(plugin).__qualname__
+        if saved is None or not saved.states or name in saved.states:
             return
-        key, state = next(iter(saved.states.items()))
-        figures = {"saved_scale": state["scale"], "key": key, "plugin": plugin, "scale": scaler.get_scale()}
-        if self._settings.import_scaler_state:
-            scaler.load_state_dict(state)
+        # Master weights take over the state of Lightning's own plugins by themselves, within their bounds.
+        imported: str | None = getattr(plugin, "imported_scaler_key", None)
+        if imported is None and scaler.state_dict() != saved.fresh:
+            return
+        key = imported or next(iter(saved.states))
+        if imported is None and self._settings.import_scaler_state:
+            getattr(scaler, "take_over", scaler.load_state_dict)(saved.states[key])
+            imported = key
+        saved_scale = saved.states[key]["scale"]
+        figures = {"saved_scale": saved_scale, "key": key, "plugin": name, "scale": scaler.get_scale()}
         self._health.totals.last_scale = None  # The scale did neither grow nor fall: it is another one.
-        self._tell("scale_imported" if self._settings.import_scaler_state else "scale_reset", figures)
+        self._tell("scale_imported" if imported else "scale_reset", figures)
 
     def _judge_options(self, record: StepRecord) -> None:
         """Tell what the options that act have done, or would have."""
@@ -213,7 +233,9 @@ class ScalerSession:
         events, self._untold = self._untold, []
         record, self._logged = self._logged, None
         for event in events:
-            _print(event, self._trainer.global_rank)
+            head = f"GradScalerMonitor, step {event.step}, {event.kind}"
+            warns, every_rank = event.severity == "warning", event.kind in _LOCAL_KINDS
+            say(self._trainer, head, event.message, warns=warns, every_rank=every_rank)
         if record is not None and self._trainer.is_global_zero:
             for logger in self._trainer.loggers:
                 logger.log_metrics(metrics_of(record, self._health), step=logged_step(self._trainer))
@@ -227,6 +249,9 @@ class ScalerSession:
         if self._settings.on_collapse == "raise":
             raise ScalerCollapseError(collapse.message, collapse)
         self._trainer.should_stop = True
+        head = f"GradScalerMonitor, step {self._trainer.global_step}, stop"
+        text = f"The Trainer is told to end training, because of `{collapse.kind}` and `on_collapse='stop'`."
+        say(self._trainer, head, text, warns=True)
 
     def _has_just_skipped(self) -> bool:
         """Tell whether the optimizer skipped the step of this batch; waits for a fused optimizer."""
@@ -242,13 +267,3 @@ def _follows_every_step(trainer: Trainer) -> bool:
         config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau
         for config in trainer.lr_scheduler_configs
     )
-
-
-def _print(event: Event, rank: int) -> None:
-    message = f"GradScalerMonitor, step {event.step}: {event.message}"
-    if event.kind in _LOCAL_KINDS and rank > 0:
-        warnings.warn(f"[rank {rank}] {message}", stacklevel=2)
-    elif event.severity == "warning":
-        rank_zero_warn(message)
-    else:
-        rank_zero_info(message)

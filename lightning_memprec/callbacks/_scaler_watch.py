@@ -162,6 +162,7 @@ class ScalerWatch:
             has_scaler=self.scaler is not None,
             has_hooks=self._have_hooks[index],
             is_due=self._counts[index] % self._every_n_steps == 0,
+            epoch=self._trainer.current_epoch,
         )
         self._send(pending, optimizer, holders)
         self._counts[index] += 1

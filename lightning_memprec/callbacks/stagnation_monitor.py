@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_memprec._lightning import CallbackBase
+from lightning_memprec.callbacks._speaking import say
 from lightning_memprec.master_weights.stagnation import count_lost_updates, count_unchanged, sample
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ class StagnationMonitor(CallbackBase):
       been rounded away, had the weights been in `dtype`.
 
     The run itself is not changed. Measured steps copy up to 65,536 elements of each tensor; the others cost
-    nothing. At the end of `fit` the result is said in words.
+    nothing. At the end of `fit` the result is said in words. Checkpoints hold what was measured, so that a run that
+    is resumed goes on counting.
 
-    Logged to every logger after each measured step:
+    Logged to every logger, and in `trainer.callback_metrics`, after each measured step:
 
     | key | meaning |
     |---|---|
@@ -84,6 +86,7 @@ class StagnationMonitor(CallbackBase):
         self._snapshots: dict[int, list[_Snapshot]] = {}
         self._tallies: dict[str, _Tally] = {}
         self._warned = False
+        self._is_fitting = True
         self._reset()
 
     @property
@@ -92,8 +95,31 @@ class StagnationMonitor(CallbackBase):
         return {name: list(tally.ratios) for name, tally in self._tallies.items() if tally.ratios}
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reset()
+    def state_dict(self) -> dict[str, Any]:
+        return {name: asdict(tally) for name, tally in self._tallies.items()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # `trainer.test(ckpt_path="best")` must not put the counts back to those of the best epoch.
+        if not self._is_fitting:
+            return
+        try:
+            self._tallies = {name: _tally(state_dict[name]) for name in self._tallies}
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            rank_zero_warn(
+                f"`StagnationMonitor` could not read its state in the checkpoint ({type(error).__name__}: {error}). "
+                "Its counts start anew."
+            )
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_fitting = stage == "fit"
+        if self._is_fitting:
+            self._reset()  # Before a checkpoint is restored.
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_fitting = True  # `load_state_dict` outside a Trainer restores.
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -122,11 +148,11 @@ class StagnationMonitor(CallbackBase):
         self._snapshots = {}
         # Also after a fault: every rank takes part. Shards (FSDP) differ from rank to rank.
         counts = trainer.strategy.reduce(counts.to(trainer.strategy.root_device), reduce_op="sum")
-        self._add(trainer, dict(zip((_LOST, _AVOIDED), counts.view(2, 2).tolist(), strict=True)))
+        self._add(trainer, pl_module, dict(zip((_LOST, _AVOIDED), counts.view(2, 2).tolist(), strict=True)))
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rank_zero_info(f"StagnationMonitor: {self.in_words()}")
+        say(trainer, "StagnationMonitor", self.in_words())
 
     def in_words(self) -> str:
         """Say what was measured and what to do."""
@@ -143,7 +169,7 @@ class StagnationMonitor(CallbackBase):
                 f"weights in {self.dtype} (measured on {len(avoided.ratios)} steps)."
             )
         return " ".join(sentences) or (
-            f"no update was measured. Is `every_n_steps={self.every_n_steps}` longer than the run?"
+            f"No update was measured. Is `every_n_steps={self.every_n_steps}` longer than the run?"
         )
 
     def _reset(self) -> None:
@@ -160,7 +186,7 @@ class StagnationMonitor(CallbackBase):
             counts = count_unchanged(snapshot.before, after, snapshot.has_gradient)
         return torch.stack(counts).float() * (snapshot.parameter.numel() / max(after.numel(), 1))
 
-    def _add(self, trainer: Trainer, counts: Mapping[str, list[float]]) -> None:
+    def _add(self, trainer: Trainer, pl_module: LightningModule, counts: Mapping[str, list[float]]) -> None:
         metrics = {}
         for name, (lost, intended) in counts.items():
             if intended:
@@ -169,13 +195,22 @@ class StagnationMonitor(CallbackBase):
                 tally.intended += intended
                 tally.ratios.append((trainer.global_step, lost / intended))
                 metrics[f"memprec/stagnation/{name}"] = lost / intended
-        for logger in trainer.loggers if metrics else ():
+        if not metrics:
+            return
+        # The loggers below get them at any step; Lightning's own way there is only open every `log_every_n_steps`.
+        pl_module.log_dict(metrics, on_step=True, on_epoch=False, logger=False)
+        for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
             rank_zero_warn(f"`StagnationMonitor` could not measure: {type(error).__name__}: {error}")
+
+
+def _tally(state: Mapping[str, Any]) -> _Tally:
+    ratios = [(int(step), float(ratio)) for step, ratio in state["ratios"]]
+    return _Tally(float(state["lost"]), float(state["intended"]), ratios)
 
 
 def _snapshots(optimizer: Any) -> Iterator[_Snapshot]:

@@ -8,9 +8,10 @@ can be planned where there is none.
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,18 +86,41 @@ def read_run_config(
         sys.path.insert(0, "")  # as for a program started in this folder
     if not isinstance(content.get("fit", {}), dict):
         raise UsageError(f"`fit` in `{path}` holds no settings. Write it as LightningCLI prints it.")
-    start = _choose_cli(content.get("fit", content), cli=cli, model=model, data=data)
+    settings = content.get("fit", content)
+    if cli is None:
+        _check_classes(path, settings, {"model": model, "data": data}, overrides)
+    start = _choose_cli(settings, cli=cli, model=model, data=data)
     # A file with subcommands belongs before the subcommand, one without belongs to it.
     files = ["--config", str(path)]
     with_fit = [*files, "fit", *overrides] if "fit" in content else ["fit", *files, *overrides]
+    printed = io.StringIO()
     try:
-        with _stopped_after_parsing(with_fit, [*files, *overrides]):
+        with _stopped_after_parsing(with_fit, [*files, *overrides]), redirect_stderr(printed):
             start()
     except _Parsed as parsed:
+        sys.stderr.write(printed.getvalue())
         return _from_cli(parsed.cli)
     except SystemExit as error:
-        raise UsageError(f"`{path}` does not fit this LightningCLI; see above.") from error
+        # Before the error stands the usage, with every option of the Trainer.
+        reason = printed.getvalue().partition("error: ")[2].strip()
+        raise UsageError(f"`{path}` does not fit this LightningCLI. {reason}".rstrip()) from error
     raise UsageError(f"`{cli}` made no LightningCLI. Name a subclass of it, or a function that makes one.")
+
+
+def _check_classes(
+    path: Path, settings: dict[str, Any], given: dict[str, str | None], overrides: Sequence[str]
+) -> None:
+    """Refuse a configuration that leaves the classes to the program it was written for."""
+    for name, class_path in given.items():
+        section = settings.get(name)
+        named = isinstance(section, str) or (isinstance(section, dict) and "class_path" in section)
+        overridden = any(text.startswith((f"--{name}=", f"--{name}.class_path")) for text in overrides)
+        needed = name == "model" or section is not None
+        if needed and not (named or class_path or overridden):
+            raise UsageError(
+                f"`{path}` does not name the class of `{name}`: it was written for your own LightningCLI.\n"
+                "Add `--cli MODULE:FUNCTION`, or `--model CLASS --data CLASS`."
+            )
 
 
 def _choose_cli(

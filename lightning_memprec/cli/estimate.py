@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_memprec.cli._messages import as_options
+
 if TYPE_CHECKING:
     from lightning_memprec.cli._config import RunConfig
     from lightning_memprec.memory.result import MemoryEstimate, Remedy
@@ -88,9 +90,12 @@ def run(args: argparse.Namespace) -> int:
             args.config, cli=args.cli, model=args.model, data=args.data, overrides=args.overrides
         )
         return _judge(config, args)
-    except (UsageError, ValueError, ModuleNotFoundError) as error:
-        print(f"lightning-memprec estimate: {error}", file=sys.stderr)
-        return _USAGE
+    except UsageError as error:
+        message = str(error)
+    except (ValueError, ModuleNotFoundError) as error:
+        message = as_options(error, args)
+    print(f"lightning-memprec estimate: error: {message}", file=sys.stderr)
+    return _USAGE
 
 
 def _judge(config: RunConfig, args: argparse.Namespace) -> int:
@@ -126,7 +131,7 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     except (Exception, SystemExit) as error:
         # Whatever the user's own classes raise: without an estimate a gate must stay closed.
         known = isinstance(error, (MemPrecError, BatchUnavailableError))
-        reason = f"{error}" if known else f"{type(error).__name__}: {error}"
+        reason = as_options(error, args) if known else f"{type(error).__name__}: {error}"
         verdict = judge(
             None, capacity, safety_margin=margin, when="estimate", reason=f"{reason.rstrip('.')}."
         )
@@ -152,7 +157,8 @@ def _capacity(device: str | None, device_memory: int | str | None) -> int | None
     from lightning_memprec._devices import find_device
     from lightning_memprec._units import parse_bytes
 
-    spec = find_device(device) if device not in (None, "cuda", "cpu") else None
+    otherwise = "give its memory by `--device-memory` alone"
+    spec = find_device(device, otherwise=otherwise) if device not in (None, "cuda", "cpu") else None
     if device_memory is not None:
         return parse_bytes(device_memory)
     return spec.memory_bytes if spec is not None else None
@@ -186,7 +192,7 @@ def _print(
     if args.json:
         print(json.dumps(report_as_dict(estimate, verdict, remedies, notes), indent=2))
     elif estimate is None:
-        print(verdict_sentence(verdict))
+        print(as_options(verdict_sentence(verdict), args))
     else:
-        print(format_estimate(estimate, verdict, remedies, notes))
+        print(as_options(format_estimate(estimate, verdict, remedies, notes), args))
     return EXIT_CODES[verdict.status]

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._units import format_bytes
+from lightning_memprec.cli._messages import as_options
 
 if TYPE_CHECKING:
     from lightning_memprec.master_weights.export import ExportedWeights
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
         )
     except (ValueError, OverflowError, OSError) as error:
-        print(f"lightning-memprec export: error: {error}", file=sys.stderr)
+        print(f"lightning-memprec export: error: {as_options(error, args)}", file=sys.stderr)
         return 2
     print("\n".join(_lines(result)))
     return 0

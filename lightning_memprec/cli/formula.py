@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_memprec._devices import DeviceSpec, find_device
 from lightning_memprec._units import GIB, format_bytes, parse_bytes
+from lightning_memprec.cli._messages import as_options
 from lightning_memprec.memory.formula import (
     DEVICE_COUNT_REASONS,
     FormulaEstimate,
@@ -25,7 +26,9 @@ from lightning_memprec.memory.transformer import ActivationFormula, TransformerS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["add_parser", "run"]
+__all__ = ["EXIT_CODES", "add_parser", "run"]
+
+EXIT_CODES = {"fits": 0, "overflow": 3}
 
 _COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SHAPE_OPTIONS = ("layers", "hidden", "heads", "sequence")
@@ -47,9 +50,8 @@ def add_parser(subparsers: Any) -> None:
         description="Estimate by closed forms: bytes per parameter, and activations of a transformer.\n"
         "Rough and instant; `lightning-memprec estimate` traces your own training step.",
         epilog="recipes, bytes per parameter:\n"
-        + "\n".join(
-            f"  {r.name:<24}{r.bytes_per_parameter:>6.4g}  {r.description}" for r in RECIPES.values()
-        ),
+        + "\n".join(f"  {r.name:<24}{r.bytes_per_parameter:>6.4g}  {r.description}" for r in RECIPES.values())
+        + "\n\nexit codes: 0 fits, or no device to compare with; 3 does not fit; 2 bad usage.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -95,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         args: Parsed arguments.
 
     Returns:
-        Exit code: 0, or 2 after a message on standard error if a value is out of range.
+        The exit code: 0, or 3 if it does not fit what it is compared with; see :data:`EXIT_CODES`. 2 after a
+        message on standard error if a value is out of range.
     """
     try:
         shape = _shape(args)
@@ -111,14 +114,14 @@ def run(args: argparse.Namespace) -> int:
         )
         estimate = formula(devices=args.devices, zero_stage=args.zero_stage)
     except ValueError as error:
-        print(f"lightning-memprec formula: error: {error}", file=sys.stderr)
+        print(f"lightning-memprec formula: error: {as_options(error, args)}", file=sys.stderr)
         return 2
     device = _compare(args, estimate, formula)
     if args.json:
         print(json.dumps(estimate.to_dict() | {"device": device}, indent=2))
     else:
         print("\n".join([*_table(estimate), *_not_counted(shape), *_verdict(device), *_CLOSING]))
-    return 0
+    return EXIT_CODES["fits" if device is None or device["fits"] else "overflow"]
 
 
 def _count(text: str) -> int:
@@ -132,7 +135,7 @@ def _count(text: str) -> int:
 
 def _device(name: str) -> DeviceSpec:
     try:
-        return find_device(name)
+        return find_device(name, otherwise="give its memory by `--device-memory` alone")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._units import format_bytes
+from lightning_memprec.cli._messages import as_options
 from lightning_memprec.cli.export import SOURCES
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = inspect_checkpoint(args.checkpoint, args.source)
     except (ValueError, OSError) as error:
-        print(f"lightning-memprec inspect: error: {error}", file=sys.stderr)
+        print(f"lightning-memprec inspect: error: {as_options(error, args)}", file=sys.stderr)
         return 2
     print(json.dumps(report.to_dict(), indent=2) if args.json else "\n".join(_lines(args.checkpoint, report)))
     return 0
@@ -61,9 +62,9 @@ def _lines(path: str, report: CheckpointReport) -> Iterator[str]:
     yield f"{'':<22}{'tensors':>9}{'elements':>16}{'size':>14}"
     yield from _table("weights", report.weights)
     yield from _table("optimizer", report.optimizer)
-    if report.tested:
-        shares = [f"{count / report.tested:.2%} {dtype}" for dtype, count in report.half_values.items()]
-        yield f"FP32 weights that are half-precision values: {', '.join(shares)}"
+    if report.upcast_share is not None:
+        # Of the two half dtypes the one on which the verdict rests: many bfloat16 values are float16 values, too.
+        yield f"FP32 weights that are {report.upcast_dtype} values: {report.upcast_share:.2%}"
     for key, state in report.scalers.items():
         yield f"scaler {key}: scale {state.get('scale'):g}, growth tracker {state.get('_growth_tracker')}"
     if report.has_average:

@@ -9,6 +9,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_memprec.cli._messages import as_options
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -67,44 +69,66 @@ def run(args: argparse.Namespace) -> int:
     from lightning_memprec.scaling.choose import choose_precision
 
     try:
-        choice = choose_precision(args.device)
-        if args.config is None:
-            if args.compare:
-                raise UsageError("`--compare` trains a run: name its configuration by `--config`.")
-            return _print(args, choice, {}, None, ())
-        if args.steps < 1:
-            raise UsageError(f"`--steps` must be at least 1, got {args.steps}.")
-        return _examine(args, choice.capabilities)
-    except (UsageError, ValueError, ModuleNotFoundError) as error:
-        print(f"lightning-memprec precision: {error}", file=sys.stderr)
-        return _USAGE
+        if args.config is not None:
+            if args.steps < 1:
+                raise UsageError(f"`--steps` must be at least 1, got {args.steps}.")
+            return _examine(args)
+        if args.compare:
+            raise UsageError("`--compare` trains a run: name its configuration by `--config`.")
+        return _print(args, choose_precision(args.device), {}, None, ())
+    except UsageError as error:
+        message = str(error)
+    except (ValueError, ModuleNotFoundError) as error:
+        message = as_options(error, args)
+    print(f"lightning-memprec precision: error: {message}", file=sys.stderr)
+    return _USAGE
 
 
-def _examine(args: argparse.Namespace, capabilities: Capabilities) -> int:
+def _examine(args: argparse.Namespace) -> int:
     """Estimate and, if asked, train the run of a configuration."""
     from lightning_memprec.cli._config import UsageError, read_run_config
-    from lightning_memprec.cli._run_plan import plan_run
+    from lightning_memprec.cli._run_plan import plan_run, preflight_settings
     from lightning_memprec.scaling.choose import choose_precision
 
     config = read_run_config(
         args.config, cli=args.cli, model=args.model, data=args.data, overrides=args.overrides
     )
+    device = args.device or preflight_settings(config).get("device") or _own_device(config, args.config)
+    capabilities = choose_precision(device).capabilities
     estimates: dict[str, MemoryEstimate] = {}
     comparison = None
     faults: list[str] = []
     try:
         # What the user's classes print does not belong into the report.
         with redirect_stdout(sys.stderr):
-            planned = plan_run(config, device=_planned_device(args.device, capabilities))
+            planned = plan_run(config, device=_planned_device(device, capabilities))
             estimates = _estimates(planned, faults)
             comparison = _compare(config, planned, args.steps, capabilities) if args.compare else None
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
         # Whatever the user's own classes raise; the choice by hardware stands without them.
-        faults.append(f"{type(error).__name__}: {error}")
+        faults.append(f"{type(error).__name__}: {as_options(error, args)}")
     choice = choose_precision(capabilities=capabilities, memory=estimates)
     return _print(args, choice, estimates, comparison, tuple(faults))
+
+
+def _own_device(config: RunConfig, path: Path) -> str | None:
+    """Return the device of this machine that the run asks for; ``None`` takes what the machine has."""
+    import torch
+
+    from lightning_memprec.cli._config import UsageError
+
+    accelerator = config.trainer.get("accelerator")
+    if accelerator == "cpu":
+        return "cpu"
+    has_one = torch.accelerator.current_accelerator(check_available=True) is not None
+    if accelerator not in (None, "auto") and not has_one:
+        raise UsageError(
+            f"`{path}` asks for `accelerator: {accelerator}`, and this machine has none. Name the card that the run "
+            "will have by `--device`, such as `--device A100-80GB`."
+        )
+    return None
 
 
 def _planned_device(name: str | None, capabilities: Capabilities) -> str:

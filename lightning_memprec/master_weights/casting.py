@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Float32Island", "cast_module", "kept_modules", "ruined_buffers", "unmatched"]
+__all__ = ["Float32Island", "cast_module", "kept_modules", "patterns_of", "ruined_buffers", "unmatched"]
 
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -63,6 +64,27 @@ def has_running_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.track_running_stats
 
 
+def patterns_of(keep_fp32: Sequence[str] | str | None) -> list[str]:
+    """Return the names of what stays in FP32 as a list.
+
+    Args:
+        keep_fp32: Names, a single one, or ``None``.
+
+    Raises:
+        ValueError: If one of them is not a string.
+
+    Example:
+        >>> patterns_of("LayerNorm")
+        ['LayerNorm']
+    """
+    patterns = [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32 or ())
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            name = pattern.__name__ if isinstance(pattern, type) else "head"
+            raise ValueError(f"`keep_fp32` takes names, got {pattern!r}. Write it as text, such as '{name}'.")
+    return patterns
+
+
 def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
     classes = {kind.__name__ for kind in type(module).__mro__}
     return any(pattern in classes or fnmatchcase(name, pattern) for pattern in patterns)
@@ -86,17 +108,27 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     return found
 
 
-def unmatched(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """List the patterns that name no submodule, class, parameter or buffer of a module."""
+def unmatched(module: nn.Module, patterns: Sequence[str]) -> dict[str, str | None]:
+    """Find the patterns that name no submodule, class, parameter or buffer of a module.
+
+    Returns:
+        Patterns with the name that was perhaps meant.
+    """
+    modules = [(name, submodule) for name, submodule in module.named_modules() if name]
     tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    return [
-        pattern
-        for pattern in patterns
-        if not any(
-            name and _matches(name, submodule, [pattern]) for name, submodule in module.named_modules()
-        )
-        and not any(fnmatchcase(name, pattern) for name in tensors)
+    names = [
+        *(type(submodule).__name__ for _, submodule in modules),
+        *(name for name, _ in modules),
+        *tensors,
     ]
+    known = {name.lower(): name for name in reversed(names)}
+    found = {}
+    for pattern in patterns:
+        matches = any(_matches(name, submodule, [pattern]) for name, submodule in modules)
+        if not matches and not any(fnmatchcase(name, pattern) for name in tensors):
+            near = get_close_matches(pattern.lower(), known, n=1)
+            found[pattern] = known[near[0]] if near else None
+    return found
 
 
 def _owned(module: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:

@@ -47,10 +47,23 @@ class HalfLossScaler(torch.amp.GradScaler):
         Args:
             outputs: The loss, float16 or FP32.
         """
-        if self._scale is not None:
-            is_half = outputs.dtype == torch.float16
-            self._scale.clamp_(MIN_SCALE, MAX_SCALE_OF_HALF_LOSS if is_half else None)
+        if self._scale is None:  # As torch does it in its own method; a loaded scale has no bounds yet.
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        assert self._scale is not None
+        is_half = outputs.dtype == torch.float16
+        self._scale.clamp_(MIN_SCALE, MAX_SCALE_OF_HALF_LOSS if is_half else None)
         return super().scale(outputs)
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Load the state of another scaler, its scale held within the bounds of a float16 loss.
+
+        Lightning's `16-mixed` starts at 2^16, with a loss in FP32. With one here, too, the scale grows back.
+
+        Args:
+            state: A `torch.amp.GradScaler.state_dict`.
+        """
+        scale = min(max(state["scale"], MIN_SCALE), MAX_SCALE_OF_HALF_LOSS)
+        self.load_state_dict({**state, "scale": scale})
 
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:

@@ -10,11 +10,24 @@ from lightning_memprec._lightning import misconfiguration
 from lightning_memprec.master_weights.low_memory import is_separable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lightning_memprec.master_weights.store import MasterStore
 
-__all__ = ["refuse_wrappers", "why_not_in_backward", "why_not_in_chunks"]
+__all__ = [
+    "WHY_NOT_BOTH",
+    "refuse_wrappers",
+    "unmatched_in_words",
+    "why_not_in_backward",
+    "why_not_in_chunks",
+]
+
+# Bytes as measured in docs/master-weights.md.
+WHY_NOT_BOTH = (
+    "`low_memory` and `step_in_backward` are two ways to save memory: pass one of them. `low_memory=True` keeps "
+    "gradients in half until the step (16 bytes a parameter with AdamW) and goes with clipping, scalers and DDP. "
+    "`step_in_backward=True` steps within backward (14 bytes) and goes with none of them."
+)
 
 
 def refuse_wrappers(module: Any, store: MasterStore, optimizers: Iterable[Optimizer]) -> None:
@@ -83,3 +96,18 @@ def why_not_in_backward(trainer: Any, *, has_scaler: bool, is_ddp: bool) -> str:
     if is_ddp:
         return "DDP averages gradients after they are computed. Use `low_memory=True` instead."
     return ""
+
+
+def unmatched_in_words(missing: Mapping[str, str | None], module: str) -> str:
+    """Say which names of `keep_fp32` match nothing.
+
+    Args:
+        missing: Those names, with the one that was perhaps meant.
+        module: Class of the LightningModule.
+    """
+    meant = ", ".join(f"'{name}'" for name in missing.values() if name is not None)
+    return (
+        f"`keep_fp32` has {list(missing)}, which match nothing in `{module}`. "
+        + (f"Did you mean {meant}? " if meant else "")
+        + "Names are those of `named_modules()`, `named_parameters()` and `named_buffers()`, or of classes."
+    )

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_memprec._lightning import PrecisionBase, misconfiguration, precision_class, raw_optimizer
-from lightning_memprec.master_weights.casting import cast_module, ruined_buffers, unmatched
+from lightning_memprec.master_weights.casting import cast_module, patterns_of, ruined_buffers, unmatched
 from lightning_memprec.master_weights.checkpoint import restore
 from lightning_memprec.master_weights.in_place import masters_in_place
 from lightning_memprec.master_weights.loss_scale import (
@@ -28,9 +28,16 @@ from lightning_memprec.master_weights.low_memory import Clip, StepInBackward, an
 from lightning_memprec.master_weights.store import MasterStore
 from lightning_memprec.plugins._callbacks import show_to_callbacks, widen_averages
 from lightning_memprec.plugins._ddp import ddp_of, reduces_later
-from lightning_memprec.plugins._limits import refuse_wrappers, why_not_in_backward, why_not_in_chunks
+from lightning_memprec.plugins._limits import (
+    WHY_NOT_BOTH,
+    refuse_wrappers,
+    unmatched_in_words,
+    why_not_in_backward,
+    why_not_in_chunks,
+)
 from lightning_memprec.plugins._sharding import refuse_sharding
 from lightning_memprec.plugins._toggling import toggling
+from lightning_memprec.scaling.saved_state import find_scaler_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -61,15 +68,16 @@ class MasterWeightPrecision(PrecisionBase):
         scaler: A GradScaler to use instead of the default one, or as a safety net for bfloat16. By default
             float16 gets one that starts at 2^15 and stays at or above 1, and bfloat16 gets none.
         keep_fp32: What stays in FP32. Names of modules, parameters or buffers, with * and ?, or class names
-            such as "LayerNorm". Modules with running statistics always do.
+            such as "LayerNorm"; a single one may be a plain string. Modules with running statistics always do.
         low_memory: Whether to keep gradients in half until the step, which then takes some parameters at a
             time. The step's peak falls from 18 to about 16 bytes a parameter. Only for optimizers that treat
             every parameter on its own, without accumulation, in automatic optimization.
         step_in_backward: Whether to step each parameter as soon as its gradient is there. Saves 2 more bytes.
-            Neither with clipping, nor with a scaler, nor on several devices.
+            Neither with clipping, nor with a scaler, nor on several devices, nor with `low_memory`.
 
     Raises:
-        ValueError: If `precision` is not one of the two.
+        ValueError: If `precision` is not one of the two, `keep_fp32` holds what is not a name, or `low_memory`
+            and `step_in_backward` are both asked for.
         MisconfigurationException: If the strategy shards the model, as FSDP and DeepSpeed do, or if an optimizer or
             the run does not go with masters or with one of the options. Raised when a run starts.
 
@@ -82,21 +90,24 @@ class MasterWeightPrecision(PrecisionBase):
         self,
         precision: Literal["bf16-master", "16-master"] = "bf16-master",
         scaler: torch.amp.GradScaler | None = None,
-        keep_fp32: list[str] | None = None,
+        keep_fp32: list[str] | str | None = None,
         low_memory: bool = False,
         step_in_backward: bool = False,
     ) -> None:
         if precision not in ("bf16-master", "16-master"):
             raise ValueError(f"`precision` must be 'bf16-master' or '16-master', got {precision!r}.")
+        if low_memory and step_in_backward:
+            raise ValueError(WHY_NOT_BOTH)
         # Lightning's own name of the dtype: its model summary and throughput monitor know no other.
         super().__init__("bf16-true" if precision == "bf16-master" else "16-true")
         self.master_precision = precision
-        self.keep_fp32 = list(keep_fp32 or ())
+        self.keep_fp32 = patterns_of(keep_fp32)
         self.low_memory = low_memory
         self.step_in_backward = step_in_backward
         if scaler is None and precision == "16-master":
             scaler = HalfLossScaler("cuda" if torch.cuda.is_available() else "cpu")
         self.scaler = scaler
+        self.imported_scaler_key: str | None = None  # Of the state that this run took from another plugin.
         self.store = MasterStore()
         self._module: Any = None  # The LightningModule, during a run.
         self._ambient_dtype = torch.float32
@@ -122,10 +133,7 @@ class MasterWeightPrecision(PrecisionBase):
             )
         missing = unmatched(module, self.keep_fp32)
         if missing:
-            rank_zero_warn(
-                f"`keep_fp32` has {missing}, which match nothing in `{type(module).__name__}`. Names are those of "
-                "`named_modules()`, `named_parameters()` and `named_buffers()`, or of classes."
-            )
+            rank_zero_warn(unmatched_in_words(missing, type(module).__name__))
         if not self.store.serves(module):
             self.store = MasterStore()  # The module of an earlier run keeps its own.
         cast_module(module, dtype, self.keep_fp32, before=partial(self.store.remember, dtype=dtype))
@@ -138,6 +146,7 @@ class MasterWeightPrecision(PrecisionBase):
     ) -> tuple[Any, Any, Any]:
         is_ddp = isinstance(model, DistributedDataParallel)
         self._module = model.module if is_ddp else model
+        self.imported_scaler_key = None
         self.store.process_group = model.process_group if is_ddp else None
         self.store.connect(optimizers)
         refuse_wrappers(self._module, self.store, optimizers)
@@ -326,20 +335,16 @@ class MasterWeightPrecision(PrecisionBase):
     ) -> None:
         optimizer = raw_optimizer(optimizer)
         if self.low_memory:
-            self._clip = (
-                Clip("value" if gradient_clip_algorithm == "value" else "norm", clip_val)
-                if clip_val > 0
-                else None
-            )
+            kind: Literal["norm", "value"] = "value" if gradient_clip_algorithm == "value" else "norm"
+            self._clip = Clip(kind, clip_val) if clip_val > 0 else None
             return
         if clip_val > 0 and self.scaler is not None and unscales_itself(optimizer):
             raise RuntimeError(
                 f"`{type(optimizer).__name__}` unscales gradients inside its step, so they cannot be clipped "
                 "before. Pass `fused=False` to the optimizer."
             )
-        if (
-            not self.store.is_stepping
-        ):  # Manual optimization: `self.clip_gradients` before `optimizer.step()`.
+        # Manual optimization: `self.clip_gradients` before `optimizer.step()`.
+        if not self.store.is_stepping:
             self.store.prepare(optimizer)
             if self.scaler is not None:
                 self._unscale(optimizer)
@@ -363,7 +368,22 @@ class MasterWeightPrecision(PrecisionBase):
             state = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
             restore(self._module, self.store, state)
         if type(self).__qualname__ not in checkpoint:
-            self.load_state_dict(next((checkpoint[key] for key in _SCALER_KEYS if key in checkpoint), {}))
+            self._import_scaler(find_scaler_states(checkpoint))
+
+    def _import_scaler(self, states: dict[str, dict[str, Any]]) -> None:
+        """Go on with the scaler state of another plugin."""
+        key = next((key for key in _SCALER_KEYS if key in states), None)
+        if self.scaler is None or key is None:
+            return
+        if isinstance(self.scaler, HalfLossScaler):
+            self.scaler.take_over(states[key])
+        else:
+            self.scaler.load_state_dict(states[key])
+        self.imported_scaler_key = key
+        rank_zero_info(
+            f"MasterWeightPrecision: the checkpoint's `{key}` had a loss scale of {states[key]['scale']:g}; "
+            f"this run starts at {self.scaler.get_scale():g}."
+        )
 
 
 @contextmanager

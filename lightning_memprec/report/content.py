@@ -227,7 +227,8 @@ def overflow_message(
             "Not even all changes together are" if best.name == "combined" else "No change that was tried is"
         )
         return f"{text} {tried} enough; the largest saving: {_offer(best)}. Use a larger device or a smaller model."
-    return f"{text} Reduce the batch size or use a larger device."
+    batch = "validation batch size" if estimate.peak_phase.name == "validation" else "batch size"
+    return f"{text} Reduce the {batch} or use a larger device."
 
 
 def _offer(remedy: Remedy) -> str:

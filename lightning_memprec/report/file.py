@@ -1,12 +1,12 @@
-"""Reports as files, written whole or not at all."""
+"""Reports as files."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lightning_memprec._files.atomic import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ def report_as_dict(
 
 
 def write_report(path: str | Path, report: dict[str, Any]) -> None:
-    """Write a report as JSON, through a temporary file beside the target.
+    """Write a report as JSON, whole or not at all.
 
     Args:
         path: File to write; its folder is made if it is missing.
@@ -43,14 +43,4 @@ def write_report(path: str | Path, report: dict[str, Any]) -> None:
     Raises:
         OSError: If the folder cannot be written.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_json(Path(path), report, default=None)

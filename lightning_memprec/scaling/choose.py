@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._devices import find_device
-from lightning_memprec._units import format_bytes
+from lightning_memprec.scaling.answers import Answer, Estimate, answers_for
 from lightning_memprec.scaling.capabilities import Capabilities, capabilities_of_cuda, detect_capabilities
 
 if TYPE_CHECKING:
@@ -18,18 +18,6 @@ __all__ = ["Alternative", "Answer", "PrecisionChoice", "choose_precision"]
 
 _WIDTH = 88
 _TORCH_DEVICES = ("cpu", "cuda", "mps", "xpu")
-
-
-class _Breakdown(Protocol):
-    @property
-    def fixed_bytes(self) -> int: ...
-
-
-class _Estimate(Protocol):
-    @property
-    def breakdown(self) -> _Breakdown: ...
-    @property
-    def minimum_device_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -46,19 +34,6 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer to a question that comes up after the precision was changed.
-
-    Args:
-        question: The question.
-        answer: What it means and what to do.
-    """
-
-    question: str
-    answer: str
-
-
-@dataclass(frozen=True)
 class PrecisionChoice:
     """The precision that suits a device.
 
@@ -68,7 +43,7 @@ class PrecisionChoice:
         reason: Why, in one paragraph.
         alternatives: Other precisions that have their place on this device.
         watch: What to keep an eye on.
-        answers: Questions that often follow, answered.
+        answers: Questions that often follow this choice, answered; none after ``"32-true"``.
     """
 
     precision: str
@@ -97,7 +72,7 @@ def choose_precision(
     device: str | torch.device | None = None,
     *,
     capabilities: Capabilities | None = None,
-    memory: Mapping[str, _Estimate] | None = None,
+    memory: Mapping[str, Estimate] | None = None,
 ) -> PrecisionChoice:
     """Choose a precision by what the hardware computes natively.
 
@@ -136,17 +111,13 @@ def choose_precision(
         reason=f"{capabilities.device}: {capabilities.reason}. {_REASONS[precision]}",
         alternatives=_alternatives(precision, capabilities),
         watch=_WATCH[precision],
-        answers=(
-            Answer("Half is on, but the memory did not fall?", _memory_answer(memory or {})),
-            Answer("Slower than before?", _SLOWER + ("" if capabilities.matrix_units else _SLOWER_HERE)),
-            Answer("bf16 converges worse than FP32?", _CONVERGES_WORSE),
-        ),
+        answers=answers_for(precision, memory or {}),
     )
 
 
 def _look_up(device: str | torch.device | None) -> Capabilities:
     if isinstance(device, str) and device.partition(":")[0] not in _TORCH_DEVICES:
-        spec = find_device(device)
+        spec = find_device(device, otherwise="choose on the machine that has the card")
         return capabilities_of_cuda(spec.name, spec.compute_capability)
     return detect_capabilities(device)
 
@@ -218,36 +189,6 @@ def _alternatives_to_fp32(capabilities: Capabilities) -> tuple[Alternative, ...]
     mixed = "bf16-mixed" if bf16 else "16-mixed"
     when = "if activations do not fit: they shrink towards half. Time it first; expect it to be slower."
     return (Alternative(mixed, when),)
-
-
-def _memory_answer(memory: Mapping[str, _Estimate]) -> str:
-    text = (
-        "In mixed precision parameters, gradients and optimizer states stay in FP32: 16 bytes a parameter "
-        "with Adam, as before. Only activations shrink, and half copies of the weights come on top while a "
-        "layer runs. A small batch or a large model shows no gain; a larger batch does."
-    )
-    names = [name for name in ("32-true", "bf16-mixed", "16-mixed") if name in memory]
-    if not names:
-        return text
-    fixed = ", ".join(f"{format_bytes(memory[n].breakdown.fixed_bytes)} in {n}" for n in names)
-    needed = ", ".join(f"{format_bytes(memory[n].minimum_device_bytes)} in {n}" for n in names)
-    return f"{text} Here parameters, gradients and optimizer states take {fixed}; all in all {needed}."
-
-
-_SLOWER = (
-    "Each product first casts its FP32 weights and inputs. That pays for large products on matrix units; for "
-    "small layers, element-wise chains and batches of a few samples the casts cost more than they save. Make "
-    "the batch larger, keep sizes multiples of 8, fuse small operations by `torch.compile`, or cast once "
-    "and for all with FP32 masters."
-)
-_SLOWER_HERE = " On this device it is to be expected: it has no matrix unit that torch reports for half."
-
-_CONVERGES_WORSE = (
-    "bf16 has 8 significant bits: between 1 and 2 its numbers lie 2^-7 = 0.0078 apart, against 2^-10 in fp16 "
-    "and 2^-23 in FP32. Weights or sums kept in bf16 lose small updates; products do far less harm. Make sure "
-    "that weights are FP32 (mixed, or masters; not 'bf16-true'), compute losses, norms and long sums in FP32, "
-    "and try '16-mixed', which has 11 bits. `compare_precisions` shows the gap on your model."
-)
 
 
 def _wrap(text: str, lead: str = "") -> list[str]:

@@ -154,11 +154,15 @@ class _Tolerance:
         return max(self.spread, min(_FLOOR, _FLOOR_OF_FALL * self.fall) if self.fall > 0 else _FLOOR)
 
     def __str__(self) -> str:
-        text = (
-            f"The tolerance of {self.value:.3%} is the largest change of FP32's own final loss in {self.runs} runs "
-            f"with another order of the batches and another seed ({self.spread:.3%}), but at least {_FLOOR:.2%} or, "
-            f"if that is less, a tenth of what FP32 gained in these steps ({self.fall:.3%})."
-        )
+        """Say what is tolerated, and what decided it."""
+        changed = "with another order of the batches and another seed"
+        if self.runs and self.spread >= self.value:
+            text = f"The tolerance is {self.value:.3%}: FP32's own final loss moved by that much {changed}."
+        else:
+            decided = "" if self.value == _FLOOR else ", a tenth of what FP32 gained in these steps"
+            text = f"The tolerance is {self.value:.3%}{decided}."
+            if self.runs:
+                text += f" FP32's own final loss moved by {self.spread:.3%} {changed}."
         if not self.value < self.fall:
             text += " FP32 gained less than the tolerance, so these steps tell little: take more of them."
         return text
@@ -203,8 +207,8 @@ def _rule(results: Sequence[ModeResult], tolerance: _Tolerance) -> str:
     if not math.isfinite(results[0].final_loss):
         return "FP32 itself did not stay finite: mend the learning rate or the data first."
     text = (
-        f"The rule: the first of {', '.join(_PREFERENCE)} that matrix units of the device compute and whose final "
-        f"loss is above that of FP32 by no more than the tolerance, else {REFERENCE}. {tolerance}"
+        f"The first of {', '.join(_PREFERENCE)} is taken that matrix units of the device compute and whose gap is "
+        f"within the tolerance, else {REFERENCE}. {tolerance}"
     )
     slow = [r.precision for r in results if not r.fast and r.precision != REFERENCE]
     return f"{text} No matrix units here for {', '.join(slow)}." if slow else text

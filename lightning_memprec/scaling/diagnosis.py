@@ -42,20 +42,21 @@ DIAGNOSES: dict[str, Diagnosis] = {
     ),
     "isolated_skip": Diagnosis(
         "info",
-        "Steps skipped in a row: {skips}, from batch {skipped_batch_idx} on (loss {loss:g}, first non-finite "
-        "gradient: {culprit}). The scale of {scale:g} had held for {held} steps before.",
+        "Steps skipped in a row: {skips}, from batch {skipped_batch_idx} of epoch {skipped_epoch} on (loss "
+        "{loss:g}, first non-finite gradient: {culprit}). The scale of {scale:g} had held for {held} steps before.",
         "A rare skip is harmless: the weights stayed as they were.",
         ("if it comes back, look at the samples of batch {skipped_batch_idx}",),
     ),
     "exploding": Diagnosis(
         "warning",
-        "The loss scale is {scale:g} and {rate:.0%} of the last {window} steps were skipped (largest finite "
-        "gradient norm {norm:g}, batch {batch_idx}, first non-finite gradient: {culprit}).",
+        "The loss scale is {scale:g} and {rate:.0%} of the last {window} steps were skipped; the scale's fall "
+        "began at batch {first_batch_idx} of epoch {first_epoch} (first non-finite gradient: {culprit}). Skipped "
+        "steps have no finite gradient norm; the largest measured on the others so far is {norm:g}.",
         "Gradients overflow FP16 although they are hardly scaled: they are exploding.",
         (
             "lower the learning rate or lengthen its warm-up",
             "clip the gradients, for example `Trainer(gradient_clip_val=1.0)`",
-            "look at the data of batch {batch_idx}",
+            "look at the data of batch {first_batch_idx} of epoch {first_epoch}, where it began",
         ),
     ),
     "range_insufficient": Diagnosis(
@@ -88,7 +89,7 @@ DIAGNOSES: dict[str, Diagnosis] = {
     ),
     "non_finite_loss": Diagnosis(
         "warning",
-        "The loss is {loss} at batch {bad_batch_idx} (first non-finite gradient: {culprit}).",
+        "The loss is {loss} at batch {bad_batch_idx} of epoch {epoch} (first non-finite gradient: {culprit}).",
         "The forward pass overflowed or the batch holds bad values. Scaling the loss cannot help.{unguarded}",
         (
             "look at the samples of batch {bad_batch_idx}: NaN, inf, empty targets",
@@ -121,7 +122,11 @@ DIAGNOSES: dict[str, Diagnosis] = {
         "The gradient norm is {norm:g}, {ratio:.0f} times the median of the last {window} norms, for "
         "{consecutive} norms in a row.",
         "Training is becoming unstable; overflows and a rising loss come next.",
-        ("lower the learning rate", "clip the gradients", "look at the data around batch {batch_idx}"),
+        (
+            "lower the learning rate",
+            "clip the gradients",
+            "look at the data around batch {first_batch_idx} of epoch {first_epoch}, where it began",
+        ),
     ),
     "underflow": Diagnosis(
         "warning",
@@ -206,8 +211,8 @@ DIAGNOSES: dict[str, Diagnosis] = {
     ),
     "scale_imported": Diagnosis(
         "info",
-        "The loss scale of {saved_scale:g} was taken over from the checkpoint's `{key}`.",
-        "The scaler goes on where the other precision plugin left it.",
+        "The loss scale of {saved_scale:g} was taken over from the checkpoint's `{key}`; this run starts at {scale:g}.",
+        "The scaler goes on where the other precision plugin left it, within its own bounds.",
     ),
     "no_scaler_in_fp16": Diagnosis(
         "warning",

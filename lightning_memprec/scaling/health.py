@@ -17,7 +17,7 @@ from lightning_memprec.scaling.totals import Totals
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MAX_EVENTS", "ScalerHealth"]
+__all__ = ["MAX_EVENTS", "ScalerHealth", "no_scaler_in_words"]
 
 # Conditions that come and go for days must not fill the memory.
 MAX_EVENTS = 1000
@@ -37,6 +37,7 @@ class ScalerHealth:
 
     Attributes:
         growth_interval: The scaler's, for messages.
+        unscaled_precision: Name of the precision of a run whose precision plugin has no loss scaler.
         totals: Counts over the whole run.
         history: Scale, skips and norms over steps.
         events: What was told, oldest first, the last 1000.
@@ -56,6 +57,7 @@ class ScalerHealth:
         self, low_scale_threshold: float = 16.0, window: int = 100, min_scale: float | None = None
     ) -> None:
         self.growth_interval: int | None = None
+        self.unscaled_precision: str | None = None
         self.totals = Totals()
         self.history = History()
         self.events: list[Event] = []
@@ -97,10 +99,13 @@ class ScalerHealth:
         """Put the whole run into words."""
         if not self.totals.steps:
             return "No optimizer step was observed."
+        text = f"{self.totals.in_words()}. "
+        if self.unscaled_precision is not None:
+            text += f"{no_scaler_in_words(self.unscaled_precision)} "
         kinds = [event.kind for event in self.events if event.severity == "warning"]
         told = ", ".join(f"{kind} ({kinds.count(kind)})" for kind in dict.fromkeys(kinds))
         verdict = f"Warnings: {told}." if told else "Healthy: nothing to warn about."
-        return f"{self.totals.in_words()}. {verdict}"
+        return text + verdict
 
     def to_dict(self) -> dict[str, Any]:
         """Return summary, counts, events and history as plain values, ready for strict JSON."""
@@ -149,6 +154,13 @@ class ScalerHealth:
             "loss": self._loss,
             "norm": self._norm,
         }
+
+
+def no_scaler_in_words(precision: str) -> str:
+    """Say that a run has no loss scaler, and what of it is watched all the same."""
+    return (
+        f"No loss scaler in this run's precision plugin ({precision}): only losses and gradients are watched."
+    )
 
 
 def _plain(value: Any) -> Any:

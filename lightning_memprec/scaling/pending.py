@@ -44,6 +44,7 @@ class PendingStep:
         is_unscaled: Whether its gradients were unscaled when they were looked at.
         has_scaler: Whether a scaler decides over this step.
         has_hooks: Whether the optimizer tells when it has stepped.
+        epoch: Epoch of the batch.
     """
 
     step: int
@@ -53,6 +54,7 @@ class PendingStep:
     is_unscaled: bool = True
     has_scaler: bool = True
     has_hooks: bool = True
+    epoch: int = 0
     has_run: bool = False
     losses: list[Loss] = field(default_factory=list)
     is_due: bool = False
@@ -157,6 +159,7 @@ class PendingStep:
             param_norm=findings.param_norm,
             param_name=findings.param_name,
             culprit=findings.culprit,
+            epoch=self.epoch,
         )
 
     def _loss(self, values: list[float], scale: float | None) -> tuple[float | None, int | None]:

@@ -64,13 +64,14 @@ class Recipe:
             configured = module.configure_optimizers()  # type: ignore[operator]
         else:
             raise ValueError(
-                "The module has no `configure_optimizers`. Pass `optimizer=`, e.g. `torch.optim.Adam`."
+                "The module has no `configure_optimizers`. `compare_precisions` takes one by `optimizer=`, "
+                "e.g. `torch.optim.Adam`."
             )
         optimizer = _only_optimizer(configured)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             name = type(optimizer).__name__
-            raise ValueError(f"`{name}` needs a closure, which a short run does not give. Pass another one.")
+            raise ValueError(f"`{name}` needs a closure, which a short run does not give. Take another one.")
         return optimizer
 
     def loss_of(self, module: nn.Module, batch: Any) -> Tensor:
@@ -85,13 +86,14 @@ class Recipe:
             step = getattr(module, "training_step", None)
             if step is None or not getattr(module, "automatic_optimization", True):
                 raise ValueError(
-                    "The module has no `training_step` with automatic optimization. Pass `loss=`."
+                    "The module has no `training_step` with automatic optimization. `compare_precisions` takes a "
+                    "loss by `loss=`."
                 )
             loss = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
         if isinstance(loss, Mapping):
             loss = loss.get("loss")
         if not isinstance(loss, Tensor):
-            raise ValueError(f"The loss must be a tensor, got {loss!r}. Return one, or pass `loss=`.")
+            raise ValueError(f"The loss must be a tensor, got {loss!r}. Return one.")
         return loss
 
 
@@ -110,5 +112,6 @@ def _only_optimizer(configured: Any) -> Optimizer:
         if len(configured) == 1 or isinstance(first, (list, tuple)):
             return _only_optimizer(first)
     raise ValueError(
-        f"A comparison needs one optimizer, got {configured!r}. Pass `optimizer=`, and `loss=` to go with it."
+        f"A comparison needs one optimizer, got {configured!r}. `compare_precisions` takes one by `optimizer=`, and "
+        "the `loss=` to go with it."
     )

@@ -13,7 +13,7 @@ class StepRecord(NamedTuple):
 
     Args:
         step: Number of optimizer steps before this one, skipped ones included.
-        batch_idx: Batch on which the optimizer stepped.
+        batch_idx: Batch on which the optimizer stepped, counted within its epoch.
         scale: Loss scale by which this step's gradients were multiplied; ``None`` without a scaler.
         skipped: Whether the scaler left the step out; ``None`` if that is not known.
         optimizer: Index of the optimizer.
@@ -25,6 +25,7 @@ class StepRecord(NamedTuple):
         param_norm: Largest L2 norm of a parameter; ``None`` if it was not taken.
         param_name: The parameter with that norm.
         culprit: First parameter with a non-finite gradient, if it was looked up.
+        epoch: Epoch of the batch.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepRecord(NamedTuple):
     param_norm: float | None = None
     param_name: str | None = None
     culprit: str | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

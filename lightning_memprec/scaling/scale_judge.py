@@ -52,7 +52,9 @@ class ScaleJudge:
         self.calibrating = True
         self.leading = 0  # Skipped steps at the start.
         self.run = 0  # Length of the present run of skipped steps.
-        self.first_skip: int | None = None  # Step at which the last fall of the scale began.
+        self.first_skip: int | None = None  # Step at which the last fall of the scale began,
+        self.first_batch_idx: int | None = None  # its batch,
+        self.first_epoch: int | None = None  # and the epoch of that.
         self.held = 0  # Steps taken since the last skip or growth.
         self.grew = False  # Whether the present scale was reached by growing.
         self.last_scale: float | None = None
@@ -84,7 +86,8 @@ class ScaleJudge:
         self.run = self.run + 1 if record.skipped else 0
         # Good steps in between do not end a fall, unless the scale has held or grown over them.
         if record.skipped and (self.grew or self.held > PROBE_STEPS or self.first_skip is None):
-            self.first_skip = record.step
+            self.first_skip, self.first_batch_idx = record.step, record.batch_idx
+            self.first_epoch = record.epoch
 
     def _calibration(self, record: StepRecord) -> Iterator[tuple[str, dict[str, Any]]]:
         """Leave the skips at the start out of the rate, unless there are too many of them."""
@@ -114,7 +117,12 @@ class ScaleJudge:
         skip, self._skip = self._skip, None
         if skip is None or self._conditions.holds("exploding"):
             return
-        figures = {"scale": skip.scale, "held": self._held_before, "skipped_batch_idx": skip.batch_idx}
+        figures = {
+            "scale": skip.scale,
+            "held": self._held_before,
+            "skipped_batch_idx": skip.batch_idx,
+            "skipped_epoch": skip.epoch,
+        }
         if self._grew_before and self._last_run == 1 and self._held_before <= PROBE_STEPS:
             if self._conditions.once("probing"):
                 yield "probing", figures
@@ -137,20 +145,28 @@ class ScaleJudge:
             on=bool(record.skipped) and judged and scale < self._threshold and rate > EXPLODING_RATE,
             off=rate <= EXPLODING_RATE / 2 or scale >= 2 * self._threshold,
         ):
-            yield "exploding", {**figures, "norm": largest_norm or None}
+            yield "exploding", {**figures, **self._beginning(), "norm": largest_norm or None}
         below = bool(record.skipped) and scale < UNIT_SCALE
         if self._conditions.switch("range_insufficient", on=below, off=scale >= 2 * UNIT_SCALE):
             yield "range_insufficient", figures
 
     def _collapse(self, record: StepRecord, scale: float) -> Iterator[tuple[str, dict[str, Any]]]:
         """Tell a scale that has collapsed, or would have if a floor did not hold it."""
-        figures = {"scale": scale, "first_skip": self.first_skip, "skips": self.run}
+        figures = {"scale": scale, "skips": self.run, **self._beginning()}
         over = not record.skipped and scale >= UNIT_SCALE
         if self._conditions.switch("collapse", on=scale <= COLLAPSED_SCALE, off=over):
             yield "collapse", figures
         stuck = self._min_scale is not None and scale <= self._min_scale and self.run > CALIBRATION_STEPS
         if self._conditions.switch("stuck_at_floor", on=stuck, off=not record.skipped):
             yield "stuck_at_floor", figures
+
+    def _beginning(self) -> dict[str, Any]:
+        """Return where the last fall of the scale began."""
+        return {
+            "first_skip": self.first_skip,
+            "first_batch_idx": self.first_batch_idx,
+            "first_epoch": self.first_epoch,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what goes on after a resume, as plain values."""
@@ -163,6 +179,7 @@ class ScaleJudge:
             setattr(self, name, bool(state[name]))
         for name in ("leading", "run", "held"):
             setattr(self, name, int(state[name]))
-        self.first_skip = None if state["first_skip"] is None else int(state["first_skip"])
+        for name in self._beginning():
+            setattr(self, name, None if state[name] is None else int(state[name]))
         self.last_scale = None if state["last_scale"] is None else float(state["last_scale"])
         self.skips = deque(map(bool, state["skips"]), maxlen=self._window)

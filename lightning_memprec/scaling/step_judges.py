@@ -51,7 +51,12 @@ class LossJudge:
             unguarded = (
                 "" if record.scale is not None else " Without a scaler the step was taken all the same."
             )
-            figures = {"bad_batch_idx": where, "culprit": record.culprit, "unguarded": unguarded}
+            figures = {
+                "bad_batch_idx": where,
+                "epoch": record.epoch,
+                "culprit": record.culprit,
+                "unguarded": unguarded,
+            }
             yield "non_finite_loss", {"loss": record.loss, **figures}
         lasting = self.bad >= PERSISTENT_LOSSES
         if self._conditions.switch("loss_stays_non_finite", on=lasting, off=over):
@@ -74,11 +79,14 @@ class NormJudge:
         window: Number of norms whose median is the measure.
     """
 
+    _COUNTS = ("high", "zeros", "first_batch_idx", "first_epoch")
+
     def __init__(self, conditions: Conditions, window: int) -> None:
         self._conditions = conditions
         self.norms: deque[float] = deque(maxlen=window)
         self.high = 0
         self.zeros = 0
+        self.first_batch_idx = self.first_epoch = 0  # Of the first of the high norms.
 
     def observe(self, record: StepRecord) -> Iterator[tuple[str, dict[str, Any]]]:
         """Take in a step; yield kinds of events with their figures."""
@@ -95,9 +103,9 @@ class NormJudge:
         if self._conditions.switch("underflow", on=self.zeros >= _ZERO_NORMS, off=norm > 0):
             yield "underflow", figures
         if finite:
-            yield from self._rising(norm)
+            yield from self._rising(record, norm)
 
-    def _rising(self, norm: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _rising(self, record: StepRecord, norm: float) -> Iterator[tuple[str, dict[str, Any]]]:
         median = statistics.median(self.norms) if len(self.norms) >= _MIN_NORMS else 0.0
         count = len(self.norms)
         self.norms.append(norm)
@@ -105,19 +113,24 @@ class NormJudge:
             return
         ratio = norm / median
         self.high = self.high + 1 if ratio > RISING_RATIO else 0
+        if self.high == 1:
+            self.first_batch_idx, self.first_epoch = record.batch_idx, record.epoch
         if self._conditions.switch(
             "norm_rising", on=self.high >= _RISING_STEPS, off=ratio < RISING_RATIO / 2
         ):
-            yield "norm_rising", {"norm": norm, "ratio": ratio, "window": count, "consecutive": self.high}
+            where = {"first_batch_idx": self.first_batch_idx, "first_epoch": self.first_epoch}
+            figures = {"norm": norm, "ratio": ratio, "window": count, "consecutive": self.high}
+            yield "norm_rising", {**figures, **where}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what goes on after a resume, as plain values."""
-        return {"norms": list(self.norms), "high": self.high, "zeros": self.zeros}
+        return {**{name: getattr(self, name) for name in self._COUNTS}, "norms": list(self.norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.norms = deque(map(float, state["norms"]), maxlen=self.norms.maxlen)
-        self.high, self.zeros = int(state["high"]), int(state["zeros"])
+        for name in self._COUNTS:
+            setattr(self, name, int(state[name]))
 
 
 class OrderJudge:

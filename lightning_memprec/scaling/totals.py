@@ -58,8 +58,10 @@ class Totals:
     def in_words(self) -> str:
         """Return the counts as one line."""
         steps, skipped = sum(self.steps.values()), sum(self.skipped.values())
-        text = f"{steps} optimizer steps, {skipped} skipped ({skipped / max(steps, 1):.1%})"
-        if len(self.steps) > 1:
+        text = f"{steps} optimizer steps"
+        if self.last_scale is not None or skipped:  # Nothing skips a step without a scaler.
+            text += f", {skipped} skipped ({skipped / max(steps, 1):.1%})"
+        if len(self.steps) > 1 and skipped:
             each = ", ".join(f"optimizer {index}: {count}" for index, count in sorted(self.skipped.items()))
             text += f" ({each})"
         if self.last_scale is not None:
@@ -68,7 +70,7 @@ class Totals:
                 f"{self.growths} times grown, {self.backoffs} times reduced"
             )
         if self.largest_norm:
-            text += f"; largest finite gradient norm {self.largest_norm:.4g}"
+            text += f"; largest measured gradient norm {self.largest_norm:.4g}, overflows left out"
         if self.non_finite_losses:
             text += f"; {self.non_finite_losses} losses were not finite"
         return text

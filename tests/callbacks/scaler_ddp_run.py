@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from callbacks.runs import make_trainer
-from callbacks.scaler_runs import NAN, fused, loader, make_module, make_plugin
+from callbacks.scaler_runs import NAN, fused, hearing, loader, make_module, make_plugin
 from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
 from lightning_memprec.scaling.survey import Survey
 
@@ -43,8 +42,7 @@ def main(folder: str) -> None:
     module = make_module(optimizer=fused)
     found: dict[str, object] = {}
     module.on_train_end = lambda: found.update(norms=sharded_norm(trainer.global_rank))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with hearing() as said:
         trainer.fit(module, loader([1.0, 1.0] + [bad] * 8))
     found.update(
         events=[[event.kind, event.step] for event in monitor.events],
@@ -52,7 +50,7 @@ def main(folder: str) -> None:
             [point.scale, point.skipped, str(point.grad_norm)] for point in monitor.health.history.points
         ],
         steps=trainer.global_step,
-        printed=[text for w in caught if "GradScalerMonitor" in (text := str(w.message))],
+        printed=[text for _, text in said if "GradScalerMonitor" in text],
     )
     Path(folder, f"rank{trainer.global_rank}").write_text(json.dumps(found))
 

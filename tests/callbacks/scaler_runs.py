@@ -6,7 +6,9 @@ FP16 layer is exactly amplitude times scale: it overflows where that reaches 655
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 
 import torch
 from torch import nn
@@ -87,6 +89,38 @@ def run(amplitudes, monitor=None, module=None, name="lightning.pytorch", plugin=
     trainer = make_trainer(monitor, name=name, plugins=[plugin], **options)
     trainer.fit(module, loader(amplitudes), ckpt_path=ckpt)
     return monitor, trainer
+
+
+@contextlib.contextmanager
+def hearing(name="lightning.pytorch"):
+    """Collect what is said through a namespace's own logger, as (level, text), whoever else listens."""
+    said = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            said.append((record.levelname, record.getMessage()))
+
+    logger, keep = logging.getLogger(name), Keep()
+    logger.addHandler(keep)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(keep)
+
+
+@contextlib.contextmanager
+def warned():
+    """Expect the monitor to print a warning."""
+    with hearing() as said:
+        yield said
+    assert any(
+        level == "WARNING" and text.startswith("[warning] GradScalerMonitor, step") for level, text in said
+    )
+
+
+def one_line(text):
+    """Undo the wrapping of what was said."""
+    return " ".join(text.split())
 
 
 def kinds(monitor):

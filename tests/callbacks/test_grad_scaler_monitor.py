@@ -18,17 +18,27 @@ from lightning_memprec.scaling.errors import ScalerCollapseError
 from lightning_memprec.scaling.record import Event
 
 from .runs import NAMESPACES
-from .scaler_runs import INF, NAN, fused, kinds, loader, make_module, make_plugin, make_trainer, run, sgd
+from .scaler_runs import (
+    INF,
+    NAN,
+    fused,
+    hearing,
+    kinds,
+    loader,
+    make_module,
+    make_plugin,
+    make_trainer,
+    one_line,
+    run,
+    sgd,
+    warned,
+)
 
 pytestmark = [
     # torch says so of every schedule whose first step is skipped.
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [sgd, fused], ids=["plain", "fused"])
-
-
-def warned():
-    return pytest.warns(UserWarning, match="GradScalerMonitor, step")
 
 
 def told(monitor, kind):
@@ -103,8 +113,10 @@ def test_explosion():
         monitor, _ = run([1] * 20 + [10_000] * 4, plugin=plugin)
     assert kinds(monitor) == ["exploding"]
     message = told(monitor, "exploding")
-    assert message.startswith("The loss scale is 8 and 17% of the last 24 steps were skipped")
-    assert "(3) look at the data of batch 23" in message
+    assert message.startswith(
+        "The loss scale is 8 and 17% of the last 24 steps were skipped; the scale's fall began at batch 20 of epoch 0"
+    )
+    assert "(3) look at the data of batch 20 of epoch 0, where it began" in message
 
 
 def test_underflow():
@@ -149,9 +161,76 @@ def test_collapse_can_raise(optimizer):
 
 def test_collapse_can_stop():
     monitor = GradScalerMonitor(on_collapse="stop")
-    with warned():
+    with warned() as said:
         _, trainer = run([NAN] * 6, monitor, plugin=make_plugin(init_scale=2.0**-19))
     assert trainer.global_step == 2
+    stops = [(level, one_line(text)) for level, text in said if ", stop" in text]
+    assert stops == [
+        (
+            "WARNING",
+            "[warning] GradScalerMonitor, step 2, stop The Trainer is told to end training, because of `collapse` "
+            "and `on_collapse='stop'`.",
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_every_fit_of_a_process_is_told_the_same_in_short_lines(name):
+    texts = []
+    for _ in range(3):
+        with hearing(name) as said:
+            run([1] * 20 + [10_000] * 4, name=name, plugin=make_plugin(name, init_scale=64.0))
+        texts.append([text for level, text in said if level == "WARNING"])
+    assert texts[0] == texts[1] == texts[2]
+    (text,) = texts[0]
+    head, *body = text.splitlines()
+    assert head == "[warning] GradScalerMonitor, step 23, exploding"
+    assert all(line.startswith("  ") and len(line) <= 88 for line in body)
+    assert one_line("".join(f"{line} " for line in body)).startswith("The loss scale is 8 and")
+
+
+@pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
+@pytest.mark.parametrize(
+    "options", [{"precision": "16-mixed"}, {"precision": "32-true"}], ids=lambda o: o["precision"]
+)
+def test_a_run_without_a_scaler_is_told_and_summed_up_as_that(options):
+    monitor = GradScalerMonitor()
+    with hearing() as said:
+        # On a CPU Lightning takes bf16 instead of `16-mixed`.
+        make_trainer(monitor, **options).fit(make_module(), loader([1] * 3))
+    precision = {"16-mixed": "bf16-mixed"}.get(options["precision"], options["precision"])
+    sentence = (
+        f"No loss scaler in this run's precision plugin ({precision}): only losses and gradients are watched."
+    )
+    texts = [one_line(text) for _, text in said]
+    assert f"[info] GradScalerMonitor {sentence}" in texts
+    assert monitor.summary().startswith("3 optimizer steps; largest measured gradient norm")
+    assert sentence in monitor.summary()
+    assert f"[info] GradScalerMonitor, summary {monitor.summary()}" in texts
+
+
+def test_a_run_with_a_scaler_after_one_without_does_not_claim_to_have_none():
+    monitor = GradScalerMonitor()
+    run([1] * 2, monitor, plugin=make_plugin(precision="bf16-mixed"))
+    run([1] * 2, monitor, plugin=make_plugin(init_scale=2.0))
+    assert "No loss scaler" not in monitor.summary()
+
+
+def test_the_beginning_of_an_explosion_is_named_in_its_own_epoch():
+    plugin = make_plugin(init_scale=64.0)
+    module = make_module(
+        training_step=lambda self, batch, idx: self.loss(batch) * ((idx >= 6 and self.late) or 1)
+    )
+    module.late = 1
+
+    def on_train_epoch_start():
+        module.late = 10_000 if module.trainer.current_epoch == 2 else 1
+
+    module.on_train_epoch_start = on_train_epoch_start
+    with warned():
+        monitor, _ = run([1] * 10, module=module, plugin=plugin, max_epochs=3)
+    assert "began at batch 6 of epoch 2" in told(monitor, "exploding")
+    assert monitor.events[0].step == 20 + 6 + 3
 
 
 def test_scale_of_zero_writes_nan_undetected_and_is_told():
@@ -247,13 +326,13 @@ def test_accumulation_names_the_batch_within_the_window(optimizer):
     assert monitor.events[0].figures["bad_batch_idx"] == 5
 
 
+@pytest.mark.filterwarnings("ignore:.*returned `None`")  # Lightning says it once in a process.
 def test_training_step_without_a_loss_is_no_skip():
     def training_step(self, batch, batch_idx):
         return self.loss(batch) if batch_idx % 2 else None
 
     module = make_module(training_step=training_step)
-    with pytest.warns(UserWarning, match="returned `None`"):
-        monitor, _ = run([1] * 6, module=module, plugin=make_plugin(init_scale=1024.0))
+    monitor, _ = run([1] * 6, module=module, plugin=make_plugin(init_scale=1024.0))
     assert monitor.health.totals.steps == {0: 3}
     assert skipped(monitor) == []
 
@@ -487,6 +566,17 @@ def test_validation_inside_fit_does_not_disturb():
     trainer.fit(module, loader([1] * 3), loader([1] * 2))
     assert monitor.health.totals.steps == {0: 6}
     assert kinds(monitor) == []
+
+
+def test_what_the_page_shows_for_a_cpu_has_a_scaler():
+    pytest.importorskip("matplotlib").use("agg")
+    page = (Path(__file__).parents[2] / "docs" / "grad-scaler.md").read_text()
+    code = page.split("## Try it without a GPU")[1].split("```python")[1].split("```")[0]
+    names = {}
+    exec(compile(code, "block", "exec"), names)
+    assert names["monitor"].health.totals.last_scale is not None
+    assert names["monitor"].health.totals.steps == {0: 4}
+    assert names["axes"].figure is names["figure"]
 
 
 def test_page_names_every_diagnosis_option_and_key():

@@ -8,7 +8,7 @@ import torch
 from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
 from lightning_memprec.plugins.master_weights import MasterWeightPrecision
 
-from .scaler_runs import NAN, fused, kinds, make_module, run, sgd
+from .scaler_runs import NAN, fused, kinds, make_module, make_plugin, run, sgd, warned
 
 
 def plugin(scale=1024.0, **options):
@@ -22,7 +22,7 @@ def plugin(scale=1024.0, **options):
 )
 def test_skips_norms_and_names(optimizer, options):
     monitor = GradScalerMonitor(every_n_steps=1)
-    with pytest.warns(UserWarning, match="GradScalerMonitor, step"):
+    with warned():
         run([1, 2, NAN, 1], monitor, make_module(optimizer=optimizer), plugin=plugin(**options))
     points = monitor.health.history.points
     assert [point.skipped for point in points] == [False, False, True, False]
@@ -67,3 +67,34 @@ def test_clipping_by_hand_is_right_where_the_plugin_unscales_first():
     monitor = GradScalerMonitor(every_n_steps=1)
     run([1, 2, 3], monitor, make_module(manual=manual), plugin=plugin())
     assert "clip_before_unscale" not in kinds(monitor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "starts"),
+    [(2.0**16, 2.0**15), (512.0, 512.0), (2.0**15, 2.0**15)],
+    ids=["too-high", "low", "same"],
+)
+def test_a_scale_that_the_plugin_takes_over_is_told_as_it_is_used(saved, starts, tmp_path):
+    _, trainer = run([0.25], GradScalerMonitor(), plugin=make_plugin(init_scale=saved))  # No overflow.
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    monitor, masters = GradScalerMonitor(every_n_steps=1), MasterWeightPrecision("16-master")
+    # The loss is float16: its gradient is the scale itself, which from 2^16 on is infinite there.
+    module = make_module(training_step=lambda self, batch, batch_idx: self.loss(batch).half())
+    run([1] * 2, monitor, module, plugin=masters, ckpt=tmp_path / "a.ckpt", max_epochs=2)
+    assert kinds(monitor) == ["scale_imported"]
+    assert (
+        f"loss scale of {saved:g} was taken over from the checkpoint's `MixedPrecision`"
+        in monitor.events[0].message
+    )
+    assert f"this run starts at {starts:g}" in monitor.events[0].message
+    points = monitor.health.history.points[-2:]
+    assert [(point.scale, point.skipped) for point in points] == [(starts, False)] * 2
+
+
+def test_a_plugin_that_ran_before_claims_no_import_for_a_new_run(tmp_path):
+    _, trainer = run([1], GradScalerMonitor(), plugin=make_plugin(init_scale=512.0))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    masters = MasterWeightPrecision("16-master")
+    run([1], plugin=masters, ckpt=tmp_path / "a.ckpt", max_epochs=2)
+    monitor, _ = run([1], plugin=masters)
+    assert kinds(monitor) == []

@@ -8,13 +8,9 @@ import torch
 from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
 
 from .runs import NAMESPACES
-from .scaler_runs import NAN, fused, kinds, make_module, make_plugin, run, sgd
+from .scaler_runs import NAN, fused, kinds, make_module, make_plugin, run, sgd, warned
 
 PLAIN = {"init_scale": 1024.0}
-
-
-def warned():
-    return pytest.warns(UserWarning, match="GradScalerMonitor, step")
 
 
 def step(self, loss, batch_idx):

@@ -38,7 +38,7 @@ def test_large_validation_batch_is_refused(name, tmp_path):
     module = make_module(name, validation_step=validation_step)
     callback = MemoryPreflight(device_memory="1MiB", remedies=False, report_path=tmp_path / "report.json")
     with pytest.raises(
-        MemoryOverflowError, match=r"The peak is in validation; .* smaller validation batches"
+        MemoryOverflowError, match=r"The peak is in validation; .* Reduce the validation batch size"
     ):
         make_trainer(callback, name=name).fit(module, loader(), large_loader())
     assert callback.estimate.peak_phase.name == "validation"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memprec.callbacks.stagnation_monitor import StagnationMonitor
+
+from .scaler_runs import hearing, one_line
 
 
 class Recorder(Logger):
@@ -177,7 +177,7 @@ def test_a_step_with_learning_rate_zero_intends_nothing():
     monitor = StagnationMonitor(every_n_steps=1)
     fit(Model(lr=0.0), monitor, precision="bf16-true")
     assert monitor.history == {}
-    assert "no update was measured" in monitor.in_words()
+    assert "No update was measured" in monitor.in_words()
 
 
 def test_accumulation_measures_whole_steps():
@@ -186,11 +186,29 @@ def test_accumulation_measures_whole_steps():
     assert [step for step, _ in monitor.history["lost_update_ratio"]] == [1, 2]
 
 
-def test_the_result_is_said_at_the_end_of_fit(caplog):
-    monitor = StagnationMonitor(every_n_steps=1000)
-    with caplog.at_level(logging.INFO):
-        fit(Model(lr=1e-3), monitor)
-    assert "Is `every_n_steps=1000` longer than the run?" in caplog.text
+def test_the_result_is_said_at_the_end_of_every_fit():
+    for _ in range(2):
+        monitor = StagnationMonitor(every_n_steps=1)
+        with hearing() as said:
+            fit(Model(lr=1e-3), monitor)
+        (text,) = [text for level, text in said if "StagnationMonitor" in text]
+        assert one_line(text) == f"[info] StagnationMonitor {monitor.in_words()}"
+        assert max(map(len, text.splitlines())) <= 88
+
+
+def test_shares_are_in_callback_metrics():
+    monitor, key = StagnationMonitor(every_n_steps=2), "memprec/stagnation/lost_update_ratio"
+    model, seen = Model(lr=1e-3), []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            seen.append(trainer.callback_metrics.get(key))
+
+    fit(model, monitor, Look(), precision="bf16-true", steps=4)
+    (_, first), (_, second) = monitor.history["lost_update_ratio"]
+    assert seen[0] is None
+    assert [float(seen[1]), float(seen[3])] == pytest.approx([first, second])
+    assert float(model.trainer.callback_metrics[key]) == pytest.approx(second)
 
 
 def test_a_fault_of_the_measurement_warns_once_and_the_run_goes_on(monkeypatch):

@@ -226,7 +226,8 @@ def test_described_batch_needs_no_data(program, capsys):
         ({"model": {"height": 3}}, ["--cli", "prog:MyCLI"], "does not fit this LightningCLI"),
         ({}, ["--cli", "prog:MyCLI", "--device", "H900"], "H900"),
         ({}, ["--cli", "prog:MyCLI", "--device-memory", "24 gigs"], "24 gigs"),
-        ({}, ["--cli", "prog:MyCLI", "--safety-margin", "2"], "safety_margin"),
+        ({}, ["--cli", "prog:MyCLI", "--safety-margin", "2"], "`--safety-margin` must lie"),
+        ({}, ["--cli", "prog:MyCLI", "--batch-spec", "floaty[2]"], "in `--batch-spec`"),
         ({}, ["--cli", "prog:MyCLI", "--batch-spec", "floaty[2]"], "floaty"),
     ],
 )
@@ -234,6 +235,48 @@ def test_bad_usage_exits_with_2_and_says_why(program, capsys, config, arguments,
     Path("run.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
     assert main(["estimate", "--config", "run.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "section"),
+    [
+        ({}, [], "model"),
+        ({"trainer": GPU, "model": {"width": 3}}, [], "model"),
+        ({"fit": {"model": {"width": 3}}}, [], "model"),
+        ({"model": {"class_path": "prog.Model"}, "data": {"size": 3}}, [], "data"),
+        ({"model": {"width": 3}, "data": {"size": 3}}, ["--model", "prog.Model"], "data"),
+    ],
+    ids=["empty", "model", "fit", "data", "model-given"],
+)
+def test_a_configuration_without_classes_asks_for_the_program(program, capsys, config, arguments, section):
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["estimate", "--config", "run.yaml", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert f"does not name the class of `{section}`" in lines[0]
+    assert lines[1] == "Add `--cli MODULE:FUNCTION`, or `--model CLASS --data CLASS`."
+
+
+def test_a_class_among_the_overrides_is_enough(program, capsys):
+    arguments = ["--batch-spec", "float32[2, 32]", "--device-memory", "1GiB", "--", "--model=prog.Model"]
+    assert estimate(capsys, {"trainer": GPU}, *arguments)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "words"),
+    [
+        ({"model": {"height": 3}}, [], "model.height"),
+        ({"trainer": {"max_epochs": "many"}}, [], "trainer.max_epochs"),
+        ({}, ["--", "--trainer.bogus=1"], "--trainer.bogus"),
+    ],
+    ids=["model", "value", "override"],
+)
+def test_what_does_not_fit_is_said_without_the_usage(program, capsys, config, overrides, words):
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["estimate", "--config", "run.yaml", "--cli", "prog:MyCLI", *overrides]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "usage:" not in err
 
 
 def test_missing_file(program, capsys):
@@ -313,7 +356,7 @@ def test_batches_that_no_machine_holds_are_bad_usage(program, capsys, spec):
         capsys, {"trainer": {"accelerator": "cpu"}}, "--cli", "prog:MyCLI", "--batch-spec", spec
     )
     assert code == 2
-    assert "batch_spec" in err
+    assert "`--batch-spec`" in err
 
 
 def test_a_file_without_settings_under_fit_is_bad_usage(program, capsys):

@@ -36,16 +36,16 @@ def test_weights_are_written_and_what_was_done_is_said(capsys, checkpoint, tmp_p
     assert load_file(tmp_path / "out" / "model.safetensors")["a"].dtype == torch.bfloat16
     code, _, err = run_export(capsys, *arguments)
     assert code == 2
-    assert "exists" in err
+    assert "exists. Pass `--overwrite`" in err
     assert run_export(capsys, *arguments, "--overwrite", "--max-shard-size", "1GiB")[0] == 0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--source", "averaged"], "holds no averaged weights"),
+        (["--source", "averaged"], "take `--source current`"),
         (["--max-shard-size", "0"], "larger than 0 bytes"),
-        (["--strip-prefix", "net."], "starts with 'net.'"),
+        (["--strip-prefix", "net."], "Correct `--strip-prefix`"),
     ],
 )
 def test_a_refusal_exits_with_2_and_writes_nothing(capsys, checkpoint, tmp_path, change, message):

@@ -91,7 +91,7 @@ def test_json_agrees_with_the_function(capsys, text, parameters):
 )
 def test_device_is_compared(capsys, device, parameters, fits, minimum_devices):
     code, out, _ = run_formula(capsys, "--parameters", parameters, "--device", device)
-    assert code == 0
+    assert code == (0 if fits else 3)
     assert ("kernels: fits." if fits else "kernels: does not fit.") in out
     assert f"needs at least {minimum_devices} of them" in out
     assert "unsharded peaks" in out
@@ -123,8 +123,18 @@ def test_device_is_compared(capsys, device, parameters, fits, minimum_devices):
 )
 def test_devices_are_counted_with_offload_and_stage(capsys, arguments, words):
     code, out, _ = run_formula(capsys, "--parameters", "7B", *arguments)
-    assert code == 0
+    assert code == (3 if "does not fit." in out else 0)
     assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [([], 0), (["--device-memory", "200GB"], 0), (["--device-memory", "24GiB"], 3), (["--device", "T4"], 3)],
+    ids=["nothing-to-compare", "fits", "too-small", "device"],
+)
+def test_the_exit_code_tells_whether_it_fits(capsys, arguments, code):
+    assert run_formula(capsys, "--parameters", "7B", *arguments)[0] == code
+    assert run_formula(capsys, "--parameters", "7B", *arguments, "--json")[0] == code
 
 
 def test_offloaded_memory_is_shown(capsys):
@@ -156,7 +166,7 @@ def test_what_is_not_counted_is_said(capsys):
         ([], "No model was described. Give --parameters, or --layers"),
         (["--layers", "3"], "sizes are incomplete. Add --hidden, --heads, --sequence."),
         (["--parameters", "7B", "--devices", "0"], "must be positive"),
-        ([*SIZES, "--batch", "-1"], "`batch` must be at least 1, got -1"),
+        ([*SIZES, "--batch", "-1"], "`--batch` must be at least 1, got -1"),
     ],
     ids=str,
 )
@@ -172,6 +182,7 @@ def test_bad_values_return_2_with_a_message(capsys, arguments, message):
     [
         (["--parameters", "seven"], "cannot read 'seven' as a count"),
         (["--parameters", "7B", "--device", "A100"], "Did you mean A100-80GB, A100-40GB?"),
+        (["--parameters", "7B", "--device", "H900"], "by `--device-memory` alone"),
         (["--parameters", "7B", "--device-memory", "much"], "argument --device-memory"),
         (["--parameters", "7B", "--recipe", "fp4"], "invalid choice: 'fp4'"),
         (["--parameters", "7B", "--zero-stage", "4"], "invalid choice: 4"),

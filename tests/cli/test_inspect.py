@@ -42,7 +42,7 @@ def test_text(capsys, tmp_path):
         "                        tensors        elements          size\n"
         "weights   float32             1             300      1.17 KiB\n"
         "optimizer float32             1             300      1.17 KiB\n"
-        "FP32 weights that are half-precision values: 100.00% bfloat16, 100.00% float16\n"
+        "FP32 weights that are bfloat16 values: 100.00%\n"
         "scaler Plugin: scale 2048, growth tracker 7\n"
         "averaged weights: present, shown here\n"
         "\n"
@@ -50,6 +50,15 @@ def test_text(capsys, tmp_path):
     )
     out = run_inspect(capsys, path, "--source", "current")[1]
     assert out.endswith("averaged weights: present, not shown here\n\nHolds FP32 master weights.\n")
+
+
+def test_the_dtype_that_decides_is_shown(capsys, tmp_path):
+    torch.manual_seed(0)
+    torch.save({"w": torch.randn(300).half().float()}, tmp_path / "x.pt")
+    out = run_inspect(capsys, tmp_path / "x.pt")[1]
+    assert "FP32 weights that are float16 values: 100.00%\n" in out
+    assert "every weight is a float16 value." in out
+    assert "bfloat16" not in out
 
 
 def test_json(capsys, tmp_path):
@@ -62,11 +71,11 @@ def test_json(capsys, tmp_path):
 
 
 def test_an_unreadable_file_exits_with_2(capsys, tmp_path):
-    (tmp_path / "x.ckpt").write_bytes(b"no checkpoint")
+    (tmp_path / "x.ckpt").write_text("print('no checkpoint')")
     code, out, err = run_inspect(capsys, tmp_path / "x.ckpt")
     assert (code, out) == (2, "")
     assert err.startswith("lightning-memprec inspect: error: ")
-    assert "x.ckpt" in err
+    assert "x.ckpt' is not a checkpoint" in err
     assert run_inspect(capsys, tmp_path / "none.ckpt")[0] == 2
 
 

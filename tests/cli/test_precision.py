@@ -132,6 +132,28 @@ def test_memory_of_each_precision_is_that_of_the_estimate(program, capsys):
     assert "optimizer states take" in out  # the answer about memory quotes the figures
 
 
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "tpu"])
+def test_a_run_on_an_accelerator_is_not_judged_by_a_machine_without(
+    program, capsys, monkeypatch, accelerator
+):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
+    arguments = config("prog.Model", accelerator=accelerator)
+    assert main("precision", *arguments) == 2
+    err = capsys.readouterr().err
+    assert f"`accelerator: {accelerator}`" in err
+    assert "`--device A100-80GB`" in err
+    code, found = report(capsys, *arguments, "--device", "A100-80GB")
+    assert (code, found["choice"]["precision"]) == (0, "bf16-mixed")
+
+
+def test_the_device_of_the_runs_preflight_is_taken(program, capsys):
+    preflight = {"class_path": "lightning_memprec.MemoryPreflight", "init_args": {"device": "V100-32GB"}}
+    arguments = config("prog.Model", accelerator="gpu", callbacks=[preflight])
+    assert report(capsys, *arguments)[1]["choice"]["capabilities"]["device"] == "V100-32GB"
+    found = report(capsys, *arguments, "--device", "A100-80GB")[1]
+    assert found["choice"]["capabilities"]["device"] == "A100-80GB"
+
+
 def test_comparison_on_the_runs_own_data(program, capsys):
     code, found = report(capsys, *config("prog.Model"), "--compare", "--steps", "3")
     assert code == 0
@@ -190,6 +212,7 @@ def test_what_cannot_be_shown_is_named(program, capsys, model, data, words, memo
     ("arguments", "words"),
     [
         (["--device", "H900"], "H900"),
+        (["--device", "RTX 9999"], "or choose on the machine that has the card."),
         (["--compare"], "--config"),
         (["--config", "absent.yaml"], "absent.yaml"),
         (["--config", "absent.yaml", "--steps", "0"], "--steps"),

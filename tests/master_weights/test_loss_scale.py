@@ -41,6 +41,21 @@ def test_the_scale_grows_as_far_as_the_loss_can_carry(dtype, limit):
     assert scaler.get_scale() == limit
 
 
+@pytest.mark.parametrize(("dtype", "starts"), [(torch.float16, 2.0**15), (torch.float32, 2.0**18)], ids=str)
+def test_a_loaded_scale_starts_as_high_as_the_loss_can_carry(dtype, starts):
+    saved, (scaler, _) = torch.amp.GradScaler("cpu", init_scale=2.0**18).state_dict(), made()
+    scaler.load_state_dict(saved)
+    scaler.scale(torch.ones((), dtype=dtype))
+    assert scaler.get_scale() == starts
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(2.0**18, 2.0**15), (64.0, 64.0), (0.25, 1.0)])
+def test_another_scalers_state_is_taken_over_within_the_bounds(saved, taken):
+    other, (scaler, _) = torch.amp.GradScaler("cpu", init_scale=saved, growth_interval=7), made()
+    scaler.take_over({**other.state_dict(), "_growth_tracker": 3})
+    assert scaler.state_dict() == {**other.state_dict(), "scale": taken, "_growth_tracker": 3}
+
+
 def test_the_scale_stays_at_or_above_1():
     scaler, optimizer = made()
     for _ in range(160):  # torch's scaler reaches 0 from 2 after 151 overflows.

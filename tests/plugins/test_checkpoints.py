@@ -224,6 +224,20 @@ def test_the_scale_of_an_amp_run_is_taken_over(name, tmp_path):
     assert resumed.scaler.get_scale() == 64.0
 
 
+def test_a_scaler_of_the_users_own_takes_the_scale_as_it_is(tmp_path):
+    MixedPrecision = importlib.import_module("lightning.pytorch.plugins").MixedPrecision
+    trainer = make_trainer(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**18)))
+    trainer.fit(make_module(), loader(1))
+    trainer.save_checkpoint(tmp_path / "amp.ckpt")
+    before = trainer.scaler.get_scale()
+    assert before > 2.0**15
+    seen = []
+    module = make_module(on_train_start=lambda self: seen.append(self.trainer.scaler.get_scale()))
+    plugin = MasterWeightPrecision("16-master", scaler=torch.amp.GradScaler("cpu"))
+    make_trainer(plugin, max_epochs=2).fit(module, loader(1), ckpt_path=tmp_path / "amp.ckpt")
+    assert seen == [before]
+
+
 @pytest.mark.parametrize("what", ["lr", "batch_size"])
 @pytest.mark.filterwarnings("ignore:.*in the `DataLoader` to be able to")
 def test_tuners_put_the_masters_back(what, tmp_path):

@@ -103,6 +103,11 @@ def test_what_cannot_be_right_is_refused(options, trainer_options, message):
     assert type(caught.value).__name__ == "MisconfigurationException"
 
 
+def test_two_ways_at_once_are_refused():
+    with pytest.raises(ValueError, match="two ways to save memory: pass one of them"):
+        MasterWeightPrecision(low_memory=True, step_in_backward=True)
+
+
 class Derived(torch.optim.SGD):
     pass
 

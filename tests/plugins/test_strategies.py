@@ -77,7 +77,7 @@ trainer:
     - class_path: lightning_memprec.plugins.MasterWeightPrecision
       init_args:
         precision: 16-master
-        keep_fp32: [Linear]
+        keep_fp32: KEPT
         scaler:
           class_path: torch.amp.GradScaler
           init_args:
@@ -87,11 +87,12 @@ trainer:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning's use of jsonargparse.
+@pytest.mark.parametrize("kept", ["[Linear]", "Linear"], ids=["list", "string"])
 @pytest.mark.parametrize("name", NAMESPACES)
-def test_lightning_cli(name, tmp_path, monkeypatch):
+def test_lightning_cli(name, kept, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     config = tmp_path / "run.yaml"
-    config.write_text(CONFIG)
+    config.write_text(CONFIG.replace("KEPT", kept))
     demos = importlib.import_module(f"{name}.demos.boring_classes")
     cli = importlib.import_module(f"{name}.cli").LightningCLI(
         demos.BoringModel,

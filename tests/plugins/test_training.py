@@ -278,18 +278,31 @@ def test_running_statistics_stay_in_fp32():
 
 
 @pytest.mark.parametrize("keep", ["LayerNorm", "net.1", "*.1"])
-def test_chosen_modules_stay_in_fp32(keep):
+@pytest.mark.parametrize("several", [True, False], ids=["list", "string"])
+def test_chosen_modules_stay_in_fp32(keep, several):
     module = make_module(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
-    fit(module, plugin=MasterWeightPrecision(keep_fp32=[keep]))
+    fit(module, plugin=MasterWeightPrecision(keep_fp32=[keep] if several else keep))
+    assert module.net[0].weight.dtype == torch.bfloat16
     assert module.net[1].weight.dtype == torch.float32
     assert module.net[1](torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert module.net[1](torch.ones(1, 8)).dtype == torch.float32
 
 
-def test_a_name_that_matches_nothing_is_told():
-    plugin = MasterWeightPrecision(keep_fp32=["LayerNrom", "net.0", "net.*.bias", "Linear"])
-    with pytest.warns(UserWarning, match=r"`keep_fp32` has \['LayerNrom'\], which match nothing"):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("linear", "'Linear'"), ("Liner", "'Linear'"), ("net.0.wieght", "'net.0.weight'"), ("Conv2d", None)],
+)
+def test_a_name_that_matches_nothing_is_told(name, meant):
+    plugin = MasterWeightPrecision(keep_fp32=[name, "net.0", "net.*.bias", "Linear"])
+    with pytest.warns(UserWarning, match=rf"`keep_fp32` has \['{name}'\], which match nothing") as caught:
         fit(make_module(), plugin=plugin)
+    (text,) = [str(warning.message) for warning in caught if "keep_fp32" in str(warning.message)]
+    assert (f"Did you mean {meant}?" in text) if meant else ("Did you mean" not in text)
+
+
+def test_what_stays_in_fp32_is_given_by_names():
+    with pytest.raises(ValueError, match=r"takes names, got .*LayerNorm.*such as 'LayerNorm'"):
+        MasterWeightPrecision(keep_fp32=[nn.LayerNorm])
 
 
 def test_buffers_that_half_would_ruin_are_named():
