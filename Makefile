@@ -15,7 +15,7 @@ help: ## Show this list
 
 setup: .venv/.ready ## Create .venv with the tested versions
 
-demo: .venv/.ready ## A run that cannot fit is refused, mended and trained (CPU, under 3 minutes)
+demo: .venv/.ready ## A run is refused, mended, trained and exported in int8 (CPU, under 3 minutes)
 	$(BIN)/python examples/demo.py
 
 test: .venv/.ready ## Run the tests
@@ -30,6 +30,9 @@ lint: .venv/.ready ## Check format, style, types and layers
 bench: .venv/.ready ## Print accuracy and speed beside peers, with machine and versions
 	$(BIN)/python -m benchmarks.cpu_accuracy
 	$(BIN)/python -m benchmarks.trace_speed
+	$(BIN)/python -m benchmarks.master_step
+	$(BIN)/python -m benchmarks.scaler_monitor_overhead
+	$(BIN)/python -m benchmarks.int8_speed
 
 docs: .venv/.ready ## Build the documentation into site/
 	$(BIN)/pip install --quiet --constraint requirements/tested.txt --editable ".[docs]"

@@ -8,7 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["describe_machine"]
 
-_PACKAGES = ("lightning-memprec", "torch", "lightning", "torchvision", "timm", "transformers", "peft")
+_PACKAGES = (
+    "lightning-memprec", "torch", "lightning", "torchvision", "timm", "transformers", "peft", "torch-optimi", "torchao",
+    "bitsandbytes",
+)  # fmt: skip
 
 
 def describe_machine() -> str:

@@ -1,4 +1,6 @@
-"""A run that cannot fit is refused, mended with the remedy it was offered, and trained. CPU, about a minute.
+"""A run that cannot fit is refused, mended with the remedy it was offered, trained, and exported in int8.
+
+CPU, about a minute.
 
 The data are the 1,797 handwritten digits that ship with scikit-learn. The memory budget is made up, so that an
 ordinary machine plays the part of a small card.
@@ -8,15 +10,17 @@ from __future__ import annotations
 
 import logging
 import re
+import tempfile
 import warnings
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memprec import MemoryOverflowError, MemoryPreflight
+from lightning_memprec import MemoryOverflowError, MemoryPreflight, PostTrainingQuantization, load_quantized
 
 BUDGET = "32MiB"
 BATCH_SIZE = 240
@@ -35,6 +39,7 @@ class DigitTransformer(pl.LightningModule):
         )
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(10, average="micro")
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         patches = self.embed(images).flatten(2).transpose(1, 2) + self.position
@@ -45,6 +50,11 @@ class DigitTransformer(pl.LightningModule):
         loss = nn.functional.cross_entropy(self(images), labels)
         self.log("train_loss", loss, prog_bar=True)
         return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.accuracy.update(self(images), labels)
+        self.log("val_acc", self.accuracy)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
@@ -58,14 +68,14 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[:1440], y[:1440]), TensorDataset(x[1440:], y[1440:])
 
 
-def make_trainer(preflight: MemoryPreflight | None, **options: object) -> pl.Trainer:
+def make_trainer(*callbacks: pl.Callback, **options: object) -> pl.Trainer:
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_model_summary": False,
         "enable_progress_bar": False,
     }
-    return pl.Trainer(accelerator="cpu", callbacks=[preflight] if preflight else [], **quiet, **options)
+    return pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **options)
 
 
 def measured_peak_bytes(train: TensorDataset, batch_size: int, accumulate: int) -> int:
@@ -73,7 +83,7 @@ def measured_peak_bytes(train: TensorDataset, batch_size: int, accumulate: int) 
     torch.manual_seed(0)
     model = DigitTransformer()
     before = sum(p.numel() * p.element_size() for p in model.parameters())
-    trainer = make_trainer(None, max_steps=2, accumulate_grad_batches=accumulate)
+    trainer = make_trainer(max_steps=2, accumulate_grad_batches=accumulate)
     loader = DataLoader(train, batch_size=batch_size, drop_last=True)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -90,6 +100,7 @@ def measured_peak_bytes(train: TensorDataset, batch_size: int, accumulate: int) 
 
 def main(epochs: int = 40) -> None:
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*have no `val_dataloader`.*")  # The measured steps need none.
     warnings.filterwarnings("ignore", ".*LeafSpec.*")  # Lightning 2.6 uses a name that torch 2.14 deprecates.
     chatter = ("GPU available", "TPU available", "💡 Tip", "`Trainer.fit` stopped")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
@@ -110,19 +121,37 @@ def main(epochs: int = 40) -> None:
     print(f"2. Apply the first remedy: {remedy.how}\n")
     batch_size, accumulate = (int(number) for number in re.findall(r"=(\d+)", remedy.how))
 
-    preflight = MemoryPreflight(device_memory=BUDGET)
-    model = DigitTransformer()
-    trainer = make_trainer(preflight, max_epochs=epochs, accumulate_grad_batches=accumulate)
-    trainer.fit(model, DataLoader(train, batch_size, shuffle=True))
-    model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        preflight = MemoryPreflight(device_memory=BUDGET)
+        quantization = PostTrainingQuantization(
+            dirpath=folder, monitor="val_acc", mode="max", max_degradation=0.01
+        )
+        trainer = make_trainer(
+            preflight,
+            quantization,
+            max_epochs=epochs,
+            accumulate_grad_batches=accumulate,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(
+            DigitTransformer(), DataLoader(train, batch_size, shuffle=True), DataLoader(test, batch_size)
+        )
+        print(f"\n3. Trained: test accuracy {quantization.metrics_before['val_acc']:.1%}\n")
+
+        report = quantization.report
+        exported = load_quantized(quantization.path, DigitTransformer).eval()
+    images, labels = test[:]
     with torch.no_grad():
-        images, labels = test[:]
-        accuracy = (model(images).argmax(-1) == labels).float().mean().item()
-    print(f"\n3. Trained: test accuracy {accuracy:.1%}\n")
+        accuracy = (exported(images).argmax(-1) == labels).float().mean().item()
+    print(
+        f"4. Exported in int8: {report.bytes_before / 1024:.0f} KiB -> {report.bytes_after / 1024:.0f} KiB, ",
+        end="",
+    )
+    print(f"and the file, loaded again, has a test accuracy of {accuracy:.1%}\n")
 
     measured = measured_peak_bytes(train, batch_size, accumulate)
     estimated = preflight.estimate.peak_allocated_bytes
-    print("4. Estimate beside reality (sum of the allocator's events, two steps):")
+    print("5. Estimate beside reality (sum of the allocator's events, two steps):")
     print(f"   estimated {estimated / 2**20:.2f} MiB, measured {measured / 2**20:.2f} MiB, ", end="")
     print(f"difference {(estimated - measured) / measured:+.2%}")
 

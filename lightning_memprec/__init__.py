@@ -1,4 +1,4 @@
-"""Lightning plugins that tell whether a run will fit in memory, before it starts.
+"""Lightning plugins for memory and precision: will it fit, is it healthy, is it saved right, does it ship.
 
 Names are imported when they are first used, so that ``import lightning_memprec`` costs next to nothing and the
 pure parts work where Lightning is not installed.
@@ -13,31 +13,85 @@ from lightning_memprec.__about__ import __version__
 
 if TYPE_CHECKING:
     from lightning_memprec._errors import DataDependentError, MemoryOverflowError, MemPrecError, TraceError
+    from lightning_memprec._files.stored_tensor import CheckpointError
+    from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
     from lightning_memprec.callbacks.memory_preflight import MemoryPreflight
+    from lightning_memprec.callbacks.post_training_quantization import PostTrainingQuantization
+    from lightning_memprec.callbacks.stagnation_monitor import StagnationMonitor
+    from lightning_memprec.master_weights.export import export_weights
+    from lightning_memprec.master_weights.inspect import inspect_checkpoint
     from lightning_memprec.memory.estimate import estimate_memory
     from lightning_memprec.memory.result import MemoryEstimate, Remedy
+    from lightning_memprec.plugins.master_weights import MasterWeightPrecision
+    from lightning_memprec.quantization.checkpoint import load_quantized, restore_int8_layers, save_quantized
+    from lightning_memprec.quantization.checkpoint_layout import QuantizedFileError
+    from lightning_memprec.quantization.convert import quantize_
+    from lightning_memprec.quantization.report import QuantizationReport
+    from lightning_memprec.scaling.capabilities import Capabilities
+    from lightning_memprec.scaling.choose import PrecisionChoice, choose_precision
+    from lightning_memprec.scaling.compare import compare_precisions
+    from lightning_memprec.scaling.comparison import PrecisionComparison
+    from lightning_memprec.scaling.errors import ScalerCollapseError
 
 __all__ = [
+    "Capabilities",
+    "CheckpointError",
     "DataDependentError",
+    "GradScalerMonitor",
+    "MasterWeightPrecision",
     "MemPrecError",
     "MemoryEstimate",
     "MemoryOverflowError",
     "MemoryPreflight",
+    "PostTrainingQuantization",
+    "PrecisionChoice",
+    "PrecisionComparison",
+    "QuantizationReport",
+    "QuantizedFileError",
     "Remedy",
+    "ScalerCollapseError",
+    "StagnationMonitor",
     "TraceError",
     "__version__",
+    "choose_precision",
+    "compare_precisions",
     "estimate_memory",
+    "export_weights",
+    "inspect_checkpoint",
+    "load_quantized",
+    "quantize_",
+    "restore_int8_layers",
+    "save_quantized",
 ]
 
 _HOMES = {
+    "Capabilities": "scaling.capabilities",
+    "CheckpointError": "_files.stored_tensor",
     "DataDependentError": "_errors",
+    "GradScalerMonitor": "callbacks.grad_scaler_monitor",
+    "MasterWeightPrecision": "plugins.master_weights",
     "MemPrecError": "_errors",
     "MemoryEstimate": "memory.result",
     "MemoryOverflowError": "_errors",
     "MemoryPreflight": "callbacks.memory_preflight",
+    "PostTrainingQuantization": "callbacks.post_training_quantization",
+    "PrecisionChoice": "scaling.choose",
+    "PrecisionComparison": "scaling.comparison",
+    "QuantizationReport": "quantization.report",
+    "QuantizedFileError": "quantization.checkpoint_layout",
     "Remedy": "memory.result",
+    "ScalerCollapseError": "scaling.errors",
+    "StagnationMonitor": "callbacks.stagnation_monitor",
     "TraceError": "_errors",
+    "choose_precision": "scaling.choose",
+    "compare_precisions": "scaling.compare",
     "estimate_memory": "memory.estimate",
+    "export_weights": "master_weights.export",
+    "inspect_checkpoint": "master_weights.inspect",
+    "load_quantized": "quantization.checkpoint",
+    "quantize_": "quantization.convert",
+    "restore_int8_layers": "quantization.checkpoint",
+    "save_quantized": "quantization.checkpoint",
 }
 
 

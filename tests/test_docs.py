@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import lightning_memprec
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OURS = rf"(?:{'|'.join(n for n in lightning_memprec.__all__ if n[0].isupper())})\([^)]*\)"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -30,15 +33,16 @@ def test_python_blocks_run(code, capsys):
     if {"model", "data"} & names or 'accelerator="gpu"' in code:
         # A run of the reader's own: its imports must work, and its arguments must be ones we have.
         imports = [line for line in code.splitlines() if line.startswith(("import ", "from "))]
-        code = "\n".join([*imports, *re.findall(r"MemoryPreflight\([^)]*\)", code)])
+        code = "\n".join([*imports, *re.findall(OURS, code)])
     exec(compile(code, "block", "exec"), {})
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_blocks_build_the_callbacks_they_show(text):
-    for entry in yaml.safe_load(text)["trainer"]["callbacks"]:
+def test_yaml_blocks_build_what_they_show(text):
+    trainer = yaml.safe_load(text)["trainer"]
+    for entry in [*trainer.get("callbacks", []), *trainer.get("plugins", [])]:
         module, _, name = entry["class_path"].rpartition(".")
-        getattr(importlib.import_module(module), name)(**entry["init_args"])
+        getattr(importlib.import_module(module), name)(**entry.get("init_args", {}))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

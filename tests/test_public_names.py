@@ -11,15 +11,34 @@ import pytest
 import lightning_memprec as lm
 
 NAMES = {
+    "Capabilities",
+    "CheckpointError",
     "DataDependentError",
+    "GradScalerMonitor",
+    "MasterWeightPrecision",
     "MemPrecError",
     "MemoryEstimate",
     "MemoryOverflowError",
     "MemoryPreflight",
+    "PostTrainingQuantization",
+    "PrecisionChoice",
+    "PrecisionComparison",
+    "QuantizationReport",
+    "QuantizedFileError",
     "Remedy",
+    "ScalerCollapseError",
+    "StagnationMonitor",
     "TraceError",
-    "__version__",
+    "choose_precision",
+    "compare_precisions",
     "estimate_memory",
+    "export_weights",
+    "inspect_checkpoint",
+    "load_quantized",
+    "quantize_",
+    "restore_int8_layers",
+    "save_quantized",
+    "__version__",
 }
 
 PARAMETERS = {
@@ -37,6 +56,7 @@ PARAMETERS = {
         "gradient_clip_val": None,
         "gradient_clip_algorithm": "norm",
         "steps": 2,
+        "validation_batch": None,
     },
     "MemoryPreflight": {
         "device": None,
@@ -48,6 +68,7 @@ PARAMETERS = {
         "batch_spec": None,
         "stop_after": False,
         "report_path": None,
+        "sample_batches": 8,
     },
     "MemoryOverflowError": {
         "message": inspect.Parameter.empty,
@@ -62,7 +83,7 @@ ESTIMATE_FIELDS = {
     "peak_allocated_bytes", "peak_reserved_bytes",
     "minimum_reserved_bytes", "outside_allocator_bytes", "breakdown", "peak_phase", "phases",
     "by_module", "timeline", "assumptions", "device", "precision", "steps", "trainable_parameters",
-    "total_parameters", "events",
+    "total_parameters", "events", "host",
 }  # fmt: skip
 ESTIMATE_MEMBERS = {"peak_device_bytes", "minimum_device_bytes", "fits", "to_dict", "plot"}
 BREAKDOWN_FIELDS = {
