@@ -1,0 +1,9 @@
+"""Methods that learn integers from data, one file each; importing this package registers them."""
+
+from __future__ import annotations
+
+from lightning_memprec.quantization.reconstruction.gptq import GPTQ
+from lightning_memprec.quantization.reconstruction.layer_wise import LayerWise
+from lightning_memprec.quantization.reconstruction.obq import OBQ
+
+__all__ = ["GPTQ", "OBQ", "LayerWise"]
