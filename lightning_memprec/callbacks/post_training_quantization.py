@@ -57,7 +57,8 @@ class PostTrainingQuantization(CallbackBase):
     | `memprec/quantization/<metric>_after` | the same of the quantized copy |
 
     Args:
-        method: "weight_only", "absmax", "zeropoint", "vectorwise", "llm_int8", or a registered method.
+        method: "weight_only", "absmax", "zeropoint", "vectorwise", "llm_int8", "layer_wise", "gptq", "obq",
+            or a registered method.
         dirpath: Folder for the export. By default that of the checkpoints, else the Trainer's root folder.
         filename: Name of the export: one file if it ends in ".safetensors", a Lightning checkpoint if it ends in
             ".ckpt", else a folder that Hugging Face Transformers can open if the model is one of its own.

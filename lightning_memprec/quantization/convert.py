@@ -51,8 +51,9 @@ def quantize_(
 
     Args:
         module: The model. A copy (``copy.deepcopy``) keeps the float model.
-        method: ``"weight_only"``, ``"absmax"``, ``"zeropoint"``, ``"vectorwise"``, ``"llm_int8"``, or one that was
-            registered. Each is a preset of the following.
+        method: ``"weight_only"``, ``"absmax"``, ``"zeropoint"``, ``"vectorwise"``, ``"llm_int8"``, one of those that
+            learn from calibration data (``"layer_wise"``, ``"gptq"``, ``"obq"``), or one that was registered. Each is a
+            preset of the following.
         bits: Width of the weights, 2 to 8.
         weight_granularity: One scale for each ``"tensor"``, ``"channel"`` or ``"group"``.
         mapping: ``"symmetric"``, ``"affine"`` or ``"affine_textbook"``.
