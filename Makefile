@@ -1,4 +1,5 @@
 PY ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 
 .PHONY: help setup demo test lint bench docs clean
@@ -18,8 +19,9 @@ setup: .venv/.ready ## Create .venv with the tested versions
 demo: .venv/.ready ## A run is refused, mended, trained and exported in int8 (CPU, under 3 minutes)
 	$(BIN)/python examples/demo.py
 
-test: .venv/.ready ## Run the tests
-	$(BIN)/python -m pytest
+# Files stay whole on a worker: some start two processes once for all their tests.
+test: .venv/.ready ## Run the tests (WORKERS=2 at a time)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 lint: .venv/.ready ## Check format, style, types and layers
 	$(BIN)/ruff format --check .
