@@ -90,7 +90,7 @@ def test_a_weight_tied_to_one_that_stays_is_left():
         (None, ["Conv1d", "b"], {"a.0"}),
         ([], None, set()),
     ],
-    ids=str,
+    ids=["all", "pattern", "class", "excluded", "none"],
 )
 def test_include_and_exclude(include, exclude, expected):
     model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), "b": nn.Linear(4, 4)})
