@@ -101,11 +101,14 @@ def hearing(name="lightning.pytorch"):
             said.append((record.levelname, record.getMessage()))
 
     logger, keep = logging.getLogger(name), Keep()
+    level = logger.level
     logger.addHandler(keep)
+    logger.setLevel(logging.INFO)
     try:
         yield said
     finally:
         logger.removeHandler(keep)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

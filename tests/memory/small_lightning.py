@@ -46,12 +46,17 @@ def module_with(**methods: Any) -> pl.LightningModule:
 
 def run_for_real(module, batch, steps=2, **arguments):
     loader = DataLoader([batch] * steps, batch_size=None)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, **arguments,
-        )  # fmt: skip
-        trainer.fit(module, loader)
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, **arguments,
+            )  # fmt: skip
+            trainer.fit(module, loader)
+    finally:
+        logger.setLevel(level)
     return trainer
