@@ -6,17 +6,15 @@ Python's warnings would drop a text that was shown before in the process, and pr
 from __future__ import annotations
 
 import logging
-import textwrap
 from typing import TYPE_CHECKING
 
 from lightning_memprec._lightning import namespace_of
+from lightning_memprec._text import wrap
 
 if TYPE_CHECKING:
     from lightning_memprec._lightning import Trainer
 
 __all__ = ["say"]
-
-_WIDTH = 88  # Of a line; a terminal of 80 to 100 columns shows it whole.
 
 
 def say(trainer: Trainer, head: str, text: str, *, warns: bool = False, every_rank: bool = False) -> None:
@@ -33,9 +31,6 @@ def say(trainer: Trainer, head: str, text: str, *, warns: bool = False, every_ra
         return
     level, name = (logging.WARNING, "warning") if warns else (logging.INFO, "info")
     rank = f"[rank {trainer.global_rank}] " if trainer.global_rank > 0 else ""
-    body = textwrap.fill(
-        text, _WIDTH, initial_indent="  ", subsequent_indent="  ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+    body = "\n".join(wrap(text, "  "))
     logger = logging.getLogger(f"{namespace_of(trainer).__name__}.utilities.rank_zero")
     logger.log(level, "%s", f"{rank}[{name}] {head}\n{body}")

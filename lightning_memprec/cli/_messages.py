@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 
-__all__ = ["as_options"]
+__all__ = ["as_options", "refuse"]
 
 # `name`, `name=` or `name=value`, in the backticks that messages put around code.
 _ARGUMENT = re.compile(r"`(?P<name>[a-z]\w*)(?P<assignment>=(?P<value>[^`]*))?`")
@@ -36,3 +37,18 @@ def as_options(message: object, args: argparse.Namespace) -> str:
         return f"`{option}`" if value in ("", "True") else f"`{option} {value}`"
 
     return _ARGUMENT.sub(rename, str(message))
+
+
+def refuse(command: str, error: object, args: argparse.Namespace) -> int:
+    """Say on standard error why a command does nothing.
+
+    Args:
+        command: Name of the command.
+        error: An error, or its text.
+        args: Parsed arguments.
+
+    Returns:
+        The exit code for bad usage.
+    """
+    print(f"lightning-memprec {command}: error: {as_options(error, args)}", file=sys.stderr)
+    return 2

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._units import format_bytes
-from lightning_memprec.cli._messages import as_options
+from lightning_memprec.cli._messages import refuse
 
 if TYPE_CHECKING:
     from lightning_memprec.master_weights.export import ExportedWeights
@@ -68,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
         )
     except (ValueError, OverflowError, OSError) as error:
-        print(f"lightning-memprec export: error: {as_options(error, args)}", file=sys.stderr)
-        return 2
+        return refuse("export", error, args)
     print("\n".join(_lines(result)))
     return 0
 

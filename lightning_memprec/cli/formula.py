@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_memprec._devices import DeviceSpec, find_device
 from lightning_memprec._units import GIB, format_bytes, parse_bytes
-from lightning_memprec.cli._messages import as_options
+from lightning_memprec.cli._messages import refuse
 from lightning_memprec.memory.formula import (
     DEVICE_COUNT_REASONS,
     FormulaEstimate,
@@ -114,8 +113,7 @@ def run(args: argparse.Namespace) -> int:
         )
         estimate = formula(devices=args.devices, zero_stage=args.zero_stage)
     except ValueError as error:
-        print(f"lightning-memprec formula: error: {as_options(error, args)}", file=sys.stderr)
-        return 2
+        return refuse("formula", error, args)
     device = _compare(args, estimate, formula)
     if args.json:
         print(json.dumps(estimate.to_dict() | {"device": device}, indent=2))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._units import format_bytes
-from lightning_memprec.cli._messages import as_options
+from lightning_memprec.cli._messages import refuse
 from lightning_memprec.cli.export import SOURCES
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = inspect_checkpoint(args.checkpoint, args.source)
     except (ValueError, OSError) as error:
-        print(f"lightning-memprec inspect: error: {as_options(error, args)}", file=sys.stderr)
-        return 2
+        return refuse("inspect", error, args)
     print(json.dumps(report.to_dict(), indent=2) if args.json else "\n".join(_lines(args.checkpoint, report)))
     return 0
 

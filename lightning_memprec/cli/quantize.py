@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._units import format_bytes
-from lightning_memprec.cli._messages import as_options
+from lightning_memprec.cli._messages import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         lines = _quantize(args)
     except (ValueError, OverflowError, OSError) as error:
-        print(f"lightning-memprec quantize: error: {as_options(error, args)}", file=sys.stderr)
-        return 2
+        return refuse("quantize", error, args)
     print("\n".join(lines))
     return 0
 

@@ -10,7 +10,6 @@ That is only right for an optimizer that treats every parameter on its own.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,27 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_memprec._partial_step import chunks, only
 from lightning_memprec.master_weights.pair import merge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.optim import Optimizer
 
     from lightning_memprec.master_weights.pair import Pair
     from lightning_memprec.master_weights.store import MasterStore
 
-__all__ = ["Clip", "StepInBackward", "any_infinity", "is_separable", "step_in_chunks"]
-
-# Each was compared bit for bit with its step over all parameters at once (`tests/plugins/test_low_memory.py`).
-_SEPARABLE = (
-    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD",
-)  # fmt: skip
-
-# A chunk holds at most this share of all elements, or one parameter: 4 bytes of FP32 gradient and, with
-# `foreach`, 4 of temporaries, times 1/32, are 0.25 bytes a parameter.
-_CHUNKS = 32
+__all__ = ["Clip", "StepInBackward", "any_infinity", "step_in_chunks"]
 
 
 @dataclass(frozen=True)
@@ -52,15 +42,6 @@ class Clip:
 
     algorithm: Literal["norm", "value"]
     limit: float
-
-
-def is_separable(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer is known to treat every parameter on its own.
-
-    Subclasses do not count: what they change is unknown. Optimizers that couple parameters (LBFGS) or count
-    steps per group (schedule-free ones) would break silently.
-    """
-    return type(optimizer) in {getattr(torch.optim, name, None) for name in _SEPARABLE}
 
 
 class _Entry:
@@ -107,39 +88,10 @@ def _clip_factor(entries: Sequence[_Entry], clip: Clip | None, inverse_scale: Te
     return torch.clamp(clip.limit / (total + 1e-6), max=1.0)
 
 
-def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Divide parameters into chunks, the largest last: by then the others' gradients are gone."""
-    limit = sum(entry.stepped.numel() for entry in entries) / _CHUNKS
-    chunk: list[_Entry] = []
-    size = 0
-    for entry in sorted(entries, key=lambda entry: entry.stepped.numel()):
-        if chunk and size + entry.stepped.numel() > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(entry)
-        size += entry.stepped.numel()
-    if chunk:
-        yield chunk
-
-
-@contextmanager
-def _only(optimizer: Optimizer, chosen: Sequence[Tensor]) -> Iterator[None]:
-    """Let an optimizer see some of its parameters only."""
-    everything = [group["params"] for group in optimizer.param_groups]
-    wanted = set(chosen)
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
-        yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, everything, strict=True):
-            group["params"] = parameters
-
-
 def _step(optimizer: Optimizer, entries: Sequence[_Entry], **kwargs: Any) -> None:
     """Step some parameters; the optimizer's post-hook rounds their masters into them."""
     stepped = [entry.stepped for entry in entries]
-    with _only(optimizer, stepped):
+    with only(optimizer, stepped):
         optimizer.step(**kwargs)
     for tensor in stepped:
         tensor.grad = None
@@ -165,7 +117,7 @@ def step_in_chunks(
     """
     entries = _entries(store, optimizer)
     factor = _clip_factor(entries, clip, inverse_scale)
-    for chunk in _chunks(entries):
+    for chunk in chunks(entries, lambda entry: entry.stepped.numel()):
         for entry in chunk:
             if entry.pair is not None:
                 merge(entry.pair)

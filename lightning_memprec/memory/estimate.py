@@ -145,15 +145,9 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
         granularity_bytes=granularity_bytes,
         module_types={name: type(child).__name__ for name, child in module.named_modules()},
     )
-    phases = with_outer_phases(
-        analysis.phases if on_cpu else with_reserved(analysis.phases, recorder.events),
-        recorder.events,
-        granularity_bytes=granularity_bytes,
-        sanity_check=plan.validation is not None and plan.validation.sanity_check,
-    )
     parameters = list(module.parameters())
     outside_bytes, notes = _assumptions.collect(plan, spec, loop)
-    live = analysis.peak_bytes
+    phases, live = analysis.phases, analysis.peak_bytes
     allocated, reserved, minimum = live, live, live
     if not on_cpu:
         reserve = allocator_reserve(recorder.events, live)
@@ -162,7 +156,14 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
             reserve.peak_reserved_bytes,
             reserve.minimum_bytes,
         )
+        phases = with_reserved(phases, reserve)
         notes = (*notes, reserve.assumption)
+    phases = with_outer_phases(
+        phases,
+        recorder.events,
+        granularity_bytes=granularity_bytes,
+        sanity_check=plan.validation is not None and plan.validation.sanity_check,
+    )
     return MemoryEstimate(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,

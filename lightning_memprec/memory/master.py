@@ -8,8 +8,7 @@ on; with ``low_memory`` it stays at 2 until the step, which goes through the par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lightning_memprec._errors import TraceError
+from lightning_memprec._partial_step import chunks, is_separable, only
 from lightning_memprec.memory.trace import Recorder
 
 if TYPE_CHECKING:
@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["MasterWeights", "cast_to_half"]
 
 _HALF = (torch.float16, torch.bfloat16)
-# A chunk of a low-memory step holds at most this share of all elements, or one parameter.
-_CHUNKS = 32
 # Elements that are compared at a time with what others may have written: for each thread on a CPU, and elsewhere.
 _CPU_PIECE, _DEVICE_PIECE = 2**16, 2**22
-# These step all their parameters together, or take sparse gradients: no step in chunks.
-_COUPLED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def cast_to_half(module: nn.Module, dtype: torch.dtype) -> None:
@@ -196,14 +192,14 @@ class MasterWeights:
             del held
             torch.linalg.vector_norm(torch.stack(norms), 2)
         self.clip_algorithm = None
-        for chunk in _chunks(parameters):
+        for chunk in chunks(parameters, Tensor.numel):
             for stepped in chunk:
                 self._compare(stepped)
                 self._take_gradient(stepped)
             self._step_only(optimizer, chunk)
 
     def _step_only(self, optimizer: Optimizer, chosen: Sequence[Tensor]) -> None:
-        with _only(optimizer, chosen):
+        with only(optimizer, chosen):
             optimizer.step()
         for stepped in chosen:
             stepped.grad = None
@@ -226,37 +222,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _check_separable(optimizer: Optimizer) -> None:
     kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind or kind in _COUPLED:
+    if not is_separable(optimizer):
         raise TraceError(
             f"`{kind.__name__}` is not known to treat every parameter on its own. "
             "Use an optimizer of `torch.optim` such as AdamW, or drop the option of the plugin."
         )
-
-
-def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide parameters into chunks, the largest last."""
-    limit = sum(parameter.numel() for parameter in parameters) / _CHUNKS
-    chunk: list[Tensor] = []
-    size = 0
-    for parameter in sorted(parameters, key=Tensor.numel):
-        if chunk and size + parameter.numel() > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(parameter)
-        size += parameter.numel()
-    if chunk:
-        yield chunk
-
-
-@contextmanager
-def _only(optimizer: Optimizer, chosen: Sequence[Tensor]) -> Iterator[None]:
-    """Let an optimizer see some of its parameters only."""
-    everything = [group["params"] for group in optimizer.param_groups]
-    wanted = {id(parameter) for parameter in chosen}
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
-        yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, everything, strict=True):
-            group["params"] = parameters

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_memprec.memory.allocator import simulate
-from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.events import MemoryEvents
+from lightning_memprec.memory.reserve import Reserve
 from lightning_memprec.memory.result import PhasePeak
-from lightning_memprec.memory.steady import with_more_steps
 
 __all__ = ["with_outer_phases", "with_reserved"]
 
@@ -53,27 +52,20 @@ def with_outer_phases(
     return tuple(traced)
 
 
-def with_reserved(phases: Iterable[PhasePeak], events: MemoryEvents) -> tuple[PhasePeak, ...]:
-    """Say what the caching allocator, set up as the environment says, holds at most in each traced phase.
-
-    Some more steps are replayed, for which the last one traced stands.
+def with_reserved(phases: Iterable[PhasePeak], reserve: Reserve) -> tuple[PhasePeak, ...]:
+    """Say what the caching allocator holds at most in each traced phase.
 
     Args:
         phases: Peaks of the phases.
-        events: What was recorded. Phases that it does not have stay as they are.
+        reserve: What a replay found. Phases that it does not have stay as they are, as do all if there was none.
     """
-    events = with_more_steps(events)
-    try:
-        changes = simulate(events, config=AllocatorConfig.from_environment()).reserved_changes
-    except ValueError:  # A backend that is not simulated; the estimate says so.
-        return tuple(phases)
     reserved: dict[tuple[str, int], int] = {}
-    ends = [first for _, _, first in events.phases[1:]] + [len(events.order)]
+    ends = [first for _, _, first in reserve.phases[1:]] + [math.inf]
     position = held = 0
-    for (name, step, _), end in zip(events.phases, ends, strict=True):
+    for (name, step, _), end in zip(reserve.phases, ends, strict=False):
         most = held  # A phase begins with what was held before it.
-        while position < len(changes) and changes[position][0] < end:
-            held = changes[position][1]
+        while position < len(reserve.changes) and reserve.changes[position][0] < end:
+            held = reserve.changes[position][1]
             most, position = max(most, held), position + 1
         reserved[name, step] = max(most, reserved.get((name, step), 0))
     return tuple(replace(p, peak_reserved_bytes=reserved.get((p.name, p.step))) for p in phases)

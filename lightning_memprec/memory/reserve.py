@@ -23,6 +23,8 @@ class Reserve:
         peak_allocated_bytes: Largest sum of blocks in use.
         peak_reserved_bytes: Largest sum of segments, without a limit.
         minimum_bytes: Smallest capacity on which the replay does not run out of memory.
+        phases: The phases that were replayed, as in :class:`MemoryEvents`.
+        changes: ``(event, reserved bytes after it)`` wherever reserved changed; empty if nothing was replayed.
         assumption: How it was found.
     """
 
@@ -30,6 +32,8 @@ class Reserve:
     peak_reserved_bytes: int
     minimum_bytes: int
     assumption: Assumption
+    phases: tuple[tuple[str, int, int], ...] = ()
+    changes: tuple[tuple[int, int], ...] = ()
 
 
 def allocator_reserve(events: MemoryEvents, live_bytes: int) -> Reserve:
@@ -58,4 +62,11 @@ def allocator_reserve(events: MemoryEvents, live_bytes: int) -> Reserve:
         _SOURCE,
         minimum - live_bytes,
     )
-    return Reserve(result.peak_allocated_bytes, result.peak_reserved_bytes, minimum, note)
+    return Reserve(
+        result.peak_allocated_bytes,
+        result.peak_reserved_bytes,
+        minimum,
+        note,
+        tuple(events.phases),
+        result.reserved_changes,
+    )

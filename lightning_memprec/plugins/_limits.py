@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_memprec._lightning import misconfiguration
-from lightning_memprec.master_weights.low_memory import is_separable
+from lightning_memprec._partial_step import is_separable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

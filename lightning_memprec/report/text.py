@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
 
+from lightning_memprec._text import WIDTH, wrap
 from lightning_memprec._units import format_bytes
 from lightning_memprec.report.content import (
     capacity_rows,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["format_estimate"]
 
-_WIDTH = 88
 _BAR = 24
 
 
@@ -49,13 +48,13 @@ def format_estimate(
     Returns:
         Text in ASCII, lines of at most 88 characters where names allow, no newline at the end.
     """
-    lines = [title(estimate), "=" * _WIDTH, *_parts(estimate), "-" * _WIDTH]
+    lines = [title(estimate), "=" * WIDTH, *_parts(estimate), "-" * WIDTH]
     rows = capacity_rows(estimate, verdict)
     lines += [f"  {name:<32}{value:>14}" for name, value in rows]
     if verdict is not None:
-        lines += _wrap(verdict_sentence(verdict), "  ")
-        lines += _wrap(largest_batch_sentence(verdict), "  ")
-    lines += ["", *_wrap(peak_sentence(estimate), "  ")]
+        lines += wrap(verdict_sentence(verdict), "  ")
+        lines += wrap(largest_batch_sentence(verdict), "  ")
+    lines += ["", *wrap(peak_sentence(estimate), "  ")]
     phases = phase_rows(estimate)
     simulated = any(reserved is not None for _, _, reserved in phases)  # Only CUDA's allocator is.
     lines += ["", "  Phases" + " " * 34 + "allocated" + "      reserved" * simulated]
@@ -70,18 +69,18 @@ def format_estimate(
     if remedies:
         lines += ["", "  What would help"]
         for number, (text, how) in enumerate(remedy_lines(tuple(remedies)), start=1):
-            lines += _wrap(text, f"    {number}. ")
+            lines += wrap(text, f"    {number}. ")
             lines += [f"       {line}" for line in how.splitlines()]
     if estimate.host is not None:
         lines += ["", "  Beside the device"]
         for line in host_lines(estimate.host):
-            lines += _wrap(line, "    ")
+            lines += wrap(line, "    ")
     remarks = remark_lines(estimate, verdict, notes)
     if remarks:
         lines += ["", "  Assumed"]
         for remark in remarks:
-            lines += _wrap(remark, "    - ")
-    lines.append("=" * _WIDTH)
+            lines += wrap(remark, "    - ")
+    lines.append("=" * WIDTH)
     return "\n".join(lines)
 
 
@@ -97,14 +96,3 @@ def _parts(estimate: MemoryEstimate) -> list[str]:
 def _phase(name: str, allocated_bytes: int, reserved_bytes: int | None) -> str:
     reserved = "" if reserved_bytes is None else format_bytes(reserved_bytes)
     return f"    {name:<32}{format_bytes(allocated_bytes):>13}{reserved:>14}".rstrip()
-
-
-def _wrap(text: str, lead: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=lead,
-        subsequent_indent=" " * len(lead),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

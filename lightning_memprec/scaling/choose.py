@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._devices import find_device
+from lightning_memprec._text import wrap
 from lightning_memprec.scaling.answers import Answer, Estimate, answers_for
 from lightning_memprec.scaling.capabilities import Capabilities, capabilities_of_cuda, detect_capabilities
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Alternative", "Answer", "PrecisionChoice", "choose_precision"]
 
-_WIDTH = 88
 _TORCH_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -58,13 +57,13 @@ class PrecisionChoice:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.capabilities.device}: precision={self.precision!r}", "", *_wrap(self.reason), ""]
+        lines = [f"{self.capabilities.device}: precision={self.precision!r}", "", *wrap(self.reason), ""]
         lines += ["Alternatives"]
         for other in self.alternatives:
-            lines += _wrap(f"{other.precision}: {other.when}", "- ")
-        lines += ["", "Watch", *(line for text in self.watch for line in _wrap(text, "- "))]
+            lines += wrap(f"{other.precision}: {other.when}", "- ")
+        lines += ["", "Watch", *(line for text in self.watch for line in wrap(text, "- "))]
         for answer in self.answers:
-            lines += ["", answer.question, *_wrap(answer.answer, "  ")]
+            lines += ["", answer.question, *wrap(answer.answer, "  ")]
         return "\n".join(lines)
 
 
@@ -189,14 +188,3 @@ def _alternatives_to_fp32(capabilities: Capabilities) -> tuple[Alternative, ...]
     mixed = "bf16-mixed" if bf16 else "16-mixed"
     when = "if activations do not fit: they shrink towards half. Time it first; expect it to be slower."
     return (Alternative(mixed, when),)
-
-
-def _wrap(text: str, lead: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=lead,
-        subsequent_indent=" " * len(lead),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

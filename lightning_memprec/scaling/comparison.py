@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_memprec._optional import require
+from lightning_memprec._text import wrap
 from lightning_memprec._units import format_bytes
 
 __all__ = ["REFERENCE", "ModeResult", "PrecisionComparison"]
 
 REFERENCE = "32-true"
-_WIDTH = 88
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ class PrecisionComparison:
                 known = memory_bytes.get(r.precision)
                 line += f"{'-' if known is None else format_bytes(known):>13}"
             lines.append(line)
-        verdict = textwrap.wrap(
-            f"Recommended: {self.recommended}. {self.rule}", _WIDTH, break_on_hyphens=False
-        )
+        verdict = wrap(f"Recommended: {self.recommended}. {self.rule}")
         return "\n".join([*lines, "", *verdict])
 
     def __str__(self) -> str:

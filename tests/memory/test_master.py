@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_memprec._errors import TraceError
-from lightning_memprec.master_weights.low_memory import is_separable
+from lightning_memprec._partial_step import is_separable
 from lightning_memprec.memory.estimate import estimate_memory
 from lightning_memprec.memory.master import MasterWeights, _check_separable, cast_to_half
 from lightning_memprec.memory.plan import MasterOptions

@@ -9,6 +9,7 @@ from lightning_memprec.memory.allocator import simulate
 from lightning_memprec.memory.estimate import estimate_memory
 from lightning_memprec.memory.events import MemoryEvents, StorageRecord
 from lightning_memprec.memory.phases import with_outer_phases, with_reserved
+from lightning_memprec.memory.reserve import allocator_reserve
 from lightning_memprec.memory.result import PhasePeak
 from tests.memory.small_lightning import DEVICES, IN, X, module_with
 
@@ -46,7 +47,7 @@ def test_reserved_of_a_phase_is_the_most_held_while_it_lasted():
         ("backward", 1, []),
     )
     keys = [(name, step) for name, step, _ in events.phases]
-    phases = with_reserved([PhasePeak(name, step, 0) for name, step in keys], events)
+    phases = with_reserved([PhasePeak(name, step, 0) for name, step in keys], allocator_reserve(events, 0))
     assert {key: p.peak_reserved_bytes // MIB for key, p in zip(keys, phases, strict=True)} == {
         ("setup", -1): 30,
         ("forward", 0): 70,
@@ -57,13 +58,17 @@ def test_reserved_of_a_phase_is_the_most_held_while_it_lasted():
 
 
 def test_phases_that_were_not_traced_have_no_reserve():
-    (phase,) = with_reserved([PhasePeak("resume", -1, 5)], events_of(("setup", -1, [MIB])))
+    (phase,) = with_reserved(
+        [PhasePeak("resume", -1, 5)], allocator_reserve(events_of(("setup", -1, [MIB])), 0)
+    )
     assert phase == PhasePeak("resume", -1, 5)
 
 
 def test_allocator_that_is_not_simulated_leaves_reserve_unknown(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
-    (phase,) = with_reserved([PhasePeak("setup", -1, 5)], events_of(("setup", -1, [MIB])))
+    (phase,) = with_reserved(
+        [PhasePeak("setup", -1, 5)], allocator_reserve(events_of(("setup", -1, [MIB])), 0)
+    )
     assert phase.peak_reserved_bytes is None
 
 
