@@ -15,7 +15,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["unchanged"]
+__all__ = ["refill", "unchanged"]
 
 # Bounds of the search: enough for a dataset with its transforms, cheap for a list of a million paths.
 _MAX_OBJECTS = 10_000
@@ -109,12 +109,12 @@ def _undo(item: Any) -> Iterator[Callable[[], object]]:
         yield functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
     elif isinstance(item, (dict, list)):
         if len(item) <= _MAX_ITEMS:
-            yield functools.partial(_refill, item, dict(item) if isinstance(item, dict) else list(item))
+            yield functools.partial(refill, item, dict(item) if isinstance(item, dict) else list(item))
     elif not isinstance(item, (type, ModuleType)) and isinstance(getattr(item, "__dict__", None), dict):
-        yield functools.partial(_refill, vars(item), dict(vars(item)))
+        yield functools.partial(refill, vars(item), dict(vars(item)))
 
 
-def _refill(container: Any, saved: Any) -> None:
+def refill(container: Any, saved: Any) -> None:
     """Give a dict or list its old entries back; one that did not change is not touched."""
     now, before = (
         list(c.items()) if isinstance(c, dict) else [(0, v) for v in c] for c in (container, saved)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_memprec._errors import TraceError
+from lightning_memprec._user_state import unchanged_globals
 
 __all__ = ["isolated"]
 
@@ -29,14 +30,16 @@ T = TypeVar("T")
 
 # A trace takes seconds; what takes longer than this hangs.
 _TIME_LIMIT_S = 300.0
-# Raised by autograd in a child whose parent has run backward passes on an accelerator.
-_NO_AUTOGRAD_AFTER_FORK = "fork-based multiprocessing"
+# What a child answers in which autograd refuses to work, because the parent's has started its threads: it does so in
+# the first backward pass of a process that can see an accelerator, or that compiled a model.
+_NO_AUTOGRAD = "no autograd after a fork"
 
 
 def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) -> T:
     """Call a function in a forked child and return what it returned.
 
-    Elsewhere than on Linux, or where autograd cannot run after a fork, it is called here.
+    Elsewhere than on Linux, or where autograd cannot run after a fork, it is called here, and what it changes in the
+    user's globals and classes is put back.
 
     Args:
         function: What to call; its result must pickle. What it prints is dropped.
@@ -51,16 +54,24 @@ def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) 
         TraceError: If the child took too long or died.
     """
     if sys.platform != "linux":  # Windows cannot fork; system libraries of macOS do not survive it.
-        return function()
+        return _call_here(function)
     try:
         succeeded, value = _call_in_child(function, time_limit_s)
     except OSError:  # No process or pipe to be had.
-        return function()
-    if not succeeded and _NO_AUTOGRAD_AFTER_FORK in str(value):
-        return function()
+        return _call_here(function)
+    if not succeeded and value == _NO_AUTOGRAD:
+        return _call_here(function)
     if not succeeded:
         raise value
     return value  # type: ignore[no-any-return]
+
+
+def _call_here(function: Callable[[], T]) -> T:
+    try:
+        with unchanged_globals():
+            return function()
+    except SystemExit as error:
+        raise _told(error) from error
 
 
 def _call_in_child(function: Callable[[], Any], time_limit_s: float) -> tuple[bool, Any]:
@@ -111,7 +122,7 @@ def _run_as_child(function: Callable[[], Any], writer: int) -> NoReturn:
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
         _settle_threads()
-        result = _outcome(function)
+        result = _outcome(function) if _autograd_runs() else pickle.dumps((False, _NO_AUTOGRAD))
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(result)
     finally:
@@ -129,6 +140,16 @@ def _settle_threads() -> None:
         )
 
 
+def _autograd_runs() -> bool:
+    # Asked first: an error in the middle could be taken for one of the user's code.
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.ones((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
+
+
 def _outcome(function: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((True, function()))
@@ -139,5 +160,9 @@ def _outcome(function: Callable[[], Any]) -> bytes:
             payload = pickle.dumps((False, error))
             pickle.loads(payload)
         except Exception:
-            return pickle.dumps((False, TraceError(f"it raised {type(error).__name__}: {error}")))
+            return pickle.dumps((False, _told(error)))
         return payload
+
+
+def _told(error: BaseException) -> TraceError:
+    return TraceError(f"it raised {type(error).__name__}: {error}")

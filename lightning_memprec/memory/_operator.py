@@ -76,3 +76,8 @@ class Operator:
         )
         self.uninitialised = "empty" in func._opname
         self.handler = _dynamic.HANDLERS.get(func._schema.name)
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+        """Yield the tensors that a call writes to."""
+        for i, name in self.written:
+            yield from flat_tensors([args[i] if i < len(args) else kwargs.get(name)])

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_memprec._devices import DeviceSpec, find_device
 from lightning_memprec._errors import MemPrecError, TraceError
 from lightning_memprec._isolation import unchanged
+from lightning_memprec._user_state import unchanged_globals
 from lightning_memprec.memory import assumptions as _assumptions
 from lightning_memprec.memory._location import error_location
 from lightning_memprec.memory.analysis import analyse
@@ -111,24 +113,27 @@ def estimate_memory(
         >>> estimate.breakdown.parameters_bytes == 4 * (1024 * 1024 + 1024)
         True
     """
-    return estimate_plan(
-        TrainingPlan(
-            module=module,
-            batch=batch,
-            optimizer=optimizer,
-            loss=loss,
-            precision=precision,
-            device=device,
-            strategy=strategy,
-            num_devices=num_devices,
-            num_nodes=num_nodes,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            steps=steps,
-            validation=_validation_on(validation_batch),
+    # A preflight traces in a child process; here the user's own process does.
+    classes = {type(child) for child in module.modules()} if isinstance(module, nn.Module) else ()
+    with unchanged_globals(*classes):
+        return estimate_plan(
+            TrainingPlan(
+                module=module,
+                batch=batch,
+                optimizer=optimizer,
+                loss=loss,
+                precision=precision,
+                device=device,
+                strategy=strategy,
+                num_devices=num_devices,
+                num_nodes=num_nodes,
+                accumulate_grad_batches=accumulate_grad_batches,
+                gradient_clip_val=gradient_clip_val,
+                gradient_clip_algorithm=gradient_clip_algorithm,
+                steps=steps,
+                validation=_validation_on(validation_batch),
+            )
         )
-    )
 
 
 def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
@@ -181,7 +186,8 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         total_parameters=sum(p.numel() for p in parameters),
         host=host,
-        events=recorder.events,
+        # A copy: the module's own death, which follows, is no part of the run.
+        events=replace(recorder.events, order=list(recorder.events.order)),
     )
 
 
@@ -214,6 +220,7 @@ def _trace(
     autocast = AutocastEmulation("cpu" if on_cpu else "cuda")
     _SEMANTICS.use(cpu_kernels() if on_cpu else cuda_kernels(capability))
     with ExitStack() as stack:
+        stack.callback(recorder.originals.put_back)
         if not on_cpu:
             stack.enter_context(cuda_optimizer_defaults())
         stack.enter_context(no_device_calls(capability))

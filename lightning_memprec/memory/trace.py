@@ -22,6 +22,7 @@ from lightning_memprec.memory._operator import Operator, flat_tensors, map_argum
 from lightning_memprec.memory._replay import MetaKernelCache
 from lightning_memprec.memory.events import Ledger, strided_parts
 from lightning_memprec.memory.known import MAX_KNOWN_NUMEL, KnownValues
+from lightning_memprec.memory.originals import Originals
 
 __all__ = ["Recorder"]
 
@@ -49,6 +50,7 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Ledger.__init__(self)
         self.known = KnownValues()
+        self.originals = Originals()
         self.on_unknown = on_unknown
         self._kernel_allocations = kernel_allocations
         self._meta_kernels = MetaKernelCache()
@@ -66,6 +68,7 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
             operator = self._operators[func] = Operator(func)
         on_meta, any_real, all_known = self._inspect(args, kwargs)
         if not on_meta:
+            self.originals.save(operator.targets(args, kwargs))
             return func(*args, **kwargs)
         if any_real:
             args, kwargs = self._to_meta(func, args, kwargs)
@@ -207,12 +210,7 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         all_known: bool,
     ) -> None:
-        targets = [
-            t
-            for i, name in operator.written
-            for t in flat_tensors([args[i] if i < len(args) else kwargs.get(name)])
-            if t.is_meta and t.layout is torch.strided
-        ]
+        targets = [t for t in operator.targets(args, kwargs) if t.is_meta and t.layout is torch.strided]
         if operator.resizes:
             for target in targets:
                 self.register(target)

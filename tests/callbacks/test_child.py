@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
 import time
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memprec import MemoryPreflight, TraceError
 from lightning_memprec._errors import DataDependentError
+from lightning_memprec.callbacks import _child
 from lightning_memprec.callbacks._child import isolated
 
 from .runs import namespace
@@ -93,6 +95,18 @@ def losses_of(step, callbacks):
     return model.losses, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.fixture(params=["forked", "in_process"])
+def any_process(request, monkeypatch):
+    """With a child process and where none can be had."""
+    if request.param == "in_process":
+
+        def refuse():
+            raise OSError
+
+        monkeypatch.setattr(os, "fork", refuse)
+
+
+@pytest.mark.usefixtures("any_process")
 @pytest.mark.parametrize("step", [masked, positions, averaged_teacher, shrunk_batch, counted])
 def test_state_outside_the_module_is_what_it_would_be(step):
     losses, weights = losses_of(step, [])
@@ -112,6 +126,7 @@ def exits(module, batch):
     return module.net(batch)
 
 
+@pytest.mark.usefixtures("any_process")
 @pytest.mark.filterwarnings("ignore:`MemoryPreflight` could not estimate this run")
 def test_a_step_that_would_exit_in_a_trace_does_not_end_the_run():
     callback = MemoryPreflight()
@@ -120,12 +135,46 @@ def test_a_step_that_would_exit_in_a_trace_does_not_end_the_run():
     assert callback.verdict.status == "undetermined"
 
 
+AUTOGRAD_WITH_THREADS = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from lightning_memprec.callbacks._child import isolated
+
+with FakeTensorMode():  # As torch.compile does; backward passes on an accelerator start threads too.
+    torch.ones(1, requires_grad=True).clone().backward()
+
+def differentiate():
+    x = torch.ones(1, requires_grad=True)
+    try:
+        (2 * x).backward()
+    except RuntimeError:
+        return "swallowed"
+    return x.grad.item()
+
+print(isolated(differentiate))
+"""
+
+
+def test_where_autograd_refuses_to_work_in_a_child_it_works_here():
+    command = [sys.executable, "-c", AUTOGRAD_WITH_THREADS]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == "2.0"
+
+
+@pytest.fixture
+def a_child(monkeypatch):
+    """A child process, even if another test has started autograd's threads in this one."""
+    monkeypatch.setattr(_child, "_autograd_runs", lambda: True)
+
+
+@pytest.mark.usefixtures("a_child")
 def test_result_comes_back_and_changes_do_not():
     kept = []
     assert isolated(lambda: kept.append(1) or os.getpid()) != os.getpid()
     assert kept == []
 
 
+@pytest.mark.usefixtures("a_child")
 @pytest.mark.parametrize("error", [ValueError("no"), DataDependentError("why", "here.py:3")])
 def test_errors_come_back_whole(error):
     def fail():
@@ -143,6 +192,7 @@ class Unpicklable(Exception):
         self.function = lambda: None
 
 
+@pytest.mark.usefixtures("a_child")
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), Unpicklable()])
 def test_what_cannot_come_back_is_named(error):
     def fail():
@@ -152,11 +202,13 @@ def test_what_cannot_come_back_is_named(error):
         isolated(fail)
 
 
+@pytest.mark.usefixtures("a_child")
 def test_a_child_that_hangs_is_ended():
     with pytest.raises(TraceError, match=r"more than 0\.5 seconds"):
         isolated(lambda: time.sleep(60), time_limit_s=0.5)
 
 
+@pytest.mark.usefixtures("a_child")
 def test_a_child_that_dies_is_reported():
     with pytest.raises(TraceError, match="died"):
         isolated(lambda: os._exit(9))

@@ -241,3 +241,31 @@ def test_two_traces_of_one_plan_are_identical(device):
     first, second = estimate_plan(plan), estimate_plan(plan)
     assert first == second
     assert first.events.order == second.events.order
+
+
+TEACHER = nn.Linear(IN, OUT)
+
+
+class Averaging(nn.Module):
+    """Keeps an average of its weights in a module that is not its own."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(IN, OUT)
+
+    def forward(self, x):
+        Averaging.calls += 1
+        with torch.no_grad():
+            for kept, new in zip(TEACHER.parameters(), self.net.parameters(), strict=True):
+                kept.mul_(0.9).add_(new.to(kept.device), alpha=0.1)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_and_classes_outside_the_module_stay_as_they_are(device):
+    before = {name: value.clone() for name, value in TEACHER.state_dict().items()}
+    estimate_memory(Averaging(), X, optimizer=sgd, device=device)
+    torch.testing.assert_close(TEACHER.state_dict(), before, rtol=0, atol=0)
+    assert Averaging.calls == 0
