@@ -149,7 +149,9 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
             largest = find_largest_batch(planned.plan, estimate, budget)
             verdict = replace(verdict, largest_batch=largest)
             if exceeded:
-                remedies = suggest_remedies(planned.plan, estimate, capacity or 0, safety_margin=margin)
+                remedies = suggest_remedies(
+                    planned.plan, estimate, capacity or 0, safety_margin=margin, thorough=True
+                )
     return _print(args, estimate, verdict, remedies, planned.notes)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
 
 from lightning_memprec.memory import _dynamic
 
@@ -40,6 +41,7 @@ class Operator:
     """What the recorder has to know of one operator overload; read from its schema once."""
 
     __slots__ = (
+        "_count",
         "allocates",
         "handler",
         "only_allocates",
@@ -76,8 +78,13 @@ class Operator:
         )
         self.uninitialised = "empty" in func._opname
         self.handler = _dynamic.HANDLERS.get(func._schema.name)
+        self._count = flop_registry.get(func.overloadpacket)
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
         """Yield the tensors that a call writes to."""
         for i, name in self.written:
             yield from flat_tensors([args[i] if i < len(args) else kwargs.get(name)])
+
+    def flops(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+        """Return the floating-point operations of a call; 0 for all but matrix products and the like."""
+        return 0 if self._count is None else int(self._count(*args, **kwargs, out_val=out))

@@ -64,12 +64,15 @@ class MemoryEvents:
         order: Storage numbers, ``k`` for a birth and ``~k`` for a death, in order of time.
         phases: ``(name, step, first event)`` of each phase, in order of time.
         modules: Names of the modules that made storages; entry 0 is the root.
+        flops: Floating-point operations of matrix products, convolutions and attention, as ``torch.utils.flop_counter``
+            counts them.
     """
 
     storages: list[StorageRecord] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     phases: list[tuple[str, int, int]] = field(default_factory=list)
     modules: list[str] = field(default_factory=lambda: [""])
+    flops: int = 0
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -126,7 +129,10 @@ class Ledger:
 
     def register(self, tensor: Tensor) -> int | None:
         """Count the storage of a strided meta tensor, if it is new; return the number of its record."""
-        storage = tensor.untyped_storage()
+        return self.register_storage(tensor.untyped_storage())
+
+    def register_storage(self, storage: torch.UntypedStorage) -> int | None:
+        """Count a storage, if it is new or has another size than before."""
         key = storage._cdata
         ref = self._live.get(key)
         size_bytes = storage.nbytes()
@@ -191,7 +197,8 @@ class Ledger:
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors a tensor is made of."""
+    """Return the dense tensors a tensor is made of; of a distributed one, what this rank holds."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:

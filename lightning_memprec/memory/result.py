@@ -163,6 +163,7 @@ class Remedy:
         fits: Whether the run then fits the capacity it was judged against.
         basis: ``"traced"`` if the changed run was traced again, else ``"modelled"``.
         cost: What is paid for it, in words.
+        exact: Whether training computes the same, rounding aside.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Remedy:
     fits: bool
     basis: Basis = "traced"
     cost: str = ""
+    exact: bool = False
 
 
 @dataclass(frozen=True)

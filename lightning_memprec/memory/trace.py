@@ -62,10 +62,14 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator on meta tensors and count what it allocates."""
-        kwargs = kwargs or {}
-        operator = self._operators.get(func)
-        if operator is None:
-            operator = self._operators[func] = Operator(func)
+        if types and any(kind.__module__.startswith("torch.distributed") for kind in types):
+            return NotImplemented  # A `DTensor` runs its operators on the tensor inside: those are recorded.
+        # Called out of C++, modes that send new tensors to `meta` would be active here.
+        with torch._C.DisableTorchFunction():
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self._operator(func)
         on_meta, any_real, all_known = self._inspect(args, kwargs)
         if not on_meta:
             self.originals.save(operator.targets(args, kwargs))
@@ -82,12 +86,19 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         out = self._run(operator, func, args, kwargs)
         if operator.allocates:
             self._register_outputs(out)
+        self.events.flops += operator.flops(args, kwargs, out)
         self.finish_operator(func, args, kwargs)
         if operator.written:
             self._after_write(operator, func, args, kwargs, all_known)
         elif all_known and operator.allocates and not operator.uninitialised:
             self._compute_known(func, args, kwargs, out)
         return out
+
+    def _operator(self, func: OpOverload) -> Operator:
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = Operator(func)
+        return operator
 
     def finish_operator(self, func: OpOverload, args: Any, kwargs: Any) -> None:
         """Called when an operator has run on meta and its outputs are counted; for subclasses."""

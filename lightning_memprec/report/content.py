@@ -172,6 +172,8 @@ def remedy_lines(remedies: tuple[Remedy, ...]) -> list[tuple[str, str]]:
         facts = f"{format_bytes(remedy.need_bytes)}, {outcome}"
         if remedy.basis != "traced":
             facts += f", {remedy.basis}"
+        if remedy.exact:
+            facts += ", computes the same"
         if remedy.cost:
             facts += f"; cost: {remedy.cost}"
         lines.append((f"{remedy.description}: {facts}", remedy.how))

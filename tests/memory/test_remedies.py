@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memprec.memory.allocator import minimum_capacity
 from lightning_memprec.memory.allocator_config import AllocatorConfig
@@ -235,3 +236,139 @@ def test_validation_is_left_alone_where_training_is_the_peak():
     validation = ValidationPlan(loaders=(ValidationLoader(torch.empty(8, 1024, device="meta"), 3),))
     _, remedies = remedies_of(plan_of(validation=validation))
     assert "validation_batch" not in remedies
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """A model that offers no switch for checkpointing."""
+
+    def __init__(self, width=256, depth=6):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x, first=0):
+        for number, block in enumerate(self.layers):
+            x = checkpoint(block, x, use_reentrant=False) if number < first else block(x)
+        return x.sum()
+
+
+def stack_plan(**arguments):
+    options = {
+        "batch": torch.empty(16384, 256, device="meta"),
+        "optimizer": torch.optim.SGD,
+        "device": "A100-40GB",
+    }
+    return TrainingPlan(module=Stack(), **{**options, **arguments})
+
+
+def test_as_few_blocks_are_checkpointed_as_are_enough():
+    plan = stack_plan()
+
+    def need(first):
+        changed = replace(plan, loss=lambda module, batch: module(batch, first))
+        return estimate_plan(changed).minimum_device_bytes
+
+    needs = [need(first) for first in range(7)]
+    budget = (needs[2] + needs[3]) // 2
+    assert sorted(needs, reverse=True) == needs
+    _, remedies = remedies_of(plan, budget)
+    whole, partial = remedies["activation_checkpointing"], remedies["partial_checkpointing"]
+    assert whole.need_bytes == needs[6]
+    assert partial.need_bytes == needs[3]
+    assert "self.layers[:3]" in partial.how
+
+
+def test_the_line_that_checkpoints_blocks_can_be_run():
+    _, remedies = remedies_of(stack_plan())
+    model = Stack()
+    exec(remedies["activation_checkpointing"].how, {"self": model, "functools": functools, "torch": torch})
+    x = torch.randn(4, 256)
+    model(x).backward()
+    found = [p.grad for p in model.parameters()]
+    model.load_state_dict((plain := Stack()).state_dict())
+    model.zero_grad()
+    model(x).backward()
+    plain(x).backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert all(grad is not None for grad in found)
+
+
+def test_extra_compute_is_counted_as_torch_counts_it():
+    model, x = Stack(), torch.randn(32, 256)
+
+    def flops(run):
+        with FlopCounterMode(display=False) as counter:
+            run().backward()
+        return counter.get_total_flops()
+
+    plain = flops(lambda: model(x))
+    extra = flops(lambda: model(x, first=6)) / plain - 1
+    plan = stack_plan(batch=x)
+    estimate = estimate_plan(plan)
+    assert estimate.events.flops == plan.steps * plain
+    _, remedies = remedies_of(stack_plan())
+    assert f"{extra:.0%} more compute" in remedies["activation_checkpointing"].cost
+
+
+def test_what_computes_the_same_comes_first():
+    plan = stack_plan()
+    need = estimate_plan(plan).minimum_device_bytes
+    remedies = suggest_remedies(plan, estimate_plan(plan), int(0.7 * need))
+    kinds = [(not remedy.fits, not remedy.exact) for remedy in remedies]
+    assert kinds == sorted(kinds)
+    assert len(set(kinds)) > 1
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(500, 128), nn.Linear(128, 4096)
+
+    def forward(self, ids, mask):
+        scores = self.head(self.embed(ids)) + mask.unsqueeze(-1)
+        return scores.logsumexp(-1).mean()
+
+
+def test_sequences_are_halved_until_they_fit():
+    ids = torch.zeros(8, 1024, dtype=torch.int64)
+    plan = TrainingPlan(module=Text(), batch=(ids, torch.zeros(8, 1024)), optimizer=torch.optim.SGD)
+    short = replace(plan, batch=(ids[:, :256], torch.zeros(8, 256)))
+    need = estimate_plan(short).minimum_device_bytes
+    _, remedies = remedies_of(plan, need, thorough=True)
+    assert remedies["shorter_sequences"].need_bytes == need
+    assert not remedies["shorter_sequences"].exact
+    assert "shorter_sequences" not in remedies_of(plan, need)[1]
+
+
+def test_adapters_freeze_what_they_stand_beside():
+    peft = pytest.importorskip("peft")
+    plan = stack_plan(batch=torch.empty(64, 256, device="meta"), optimizer=torch.optim.AdamW)
+    _, remedies = remedies_of(plan, thorough=True)
+
+    def adapted():
+        model = Stack()
+        names = [name for name, child in model.named_modules() if isinstance(child, nn.Linear)]
+        return peft.inject_adapter_in_model(peft.LoraConfig(r=16, target_modules=names), model)
+
+    expected = estimate_plan(replace(plan, module=adapted())).minimum_device_bytes
+    assert remedies["low_rank_adapters"].need_bytes == expected
+
+
+def test_pairs_are_tried_where_neither_is_enough():
+    plan = stack_plan(optimizer=torch.optim.AdamW)
+    estimate, alone = remedies_of(plan)
+    singles = [r for r in alone.values() if r.name != "combined"]
+    capacity = min(r.need_bytes for r in singles) - 1
+    remedies = suggest_remedies(plan, estimate, capacity, thorough=True)
+    pairs = [r for r in remedies if "_and_" in r.name]
+    assert pairs
+    assert all(r.fits and " and " in r.description for r in pairs)
