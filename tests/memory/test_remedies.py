@@ -269,8 +269,9 @@ def stack_plan(**arguments):
     return TrainingPlan(module=Stack(), **{**options, **arguments})
 
 
-def test_as_few_blocks_are_checkpointed_as_are_enough():
-    plan = stack_plan()
+@pytest.mark.parametrize("module", [Stack(), Stack], ids=["built", "to be built"])
+def test_as_few_blocks_are_checkpointed_as_are_enough(module):
+    plan = replace(stack_plan(), module=module)
 
     def need(first):
         changed = replace(plan, loss=lambda module, batch: module(batch, first))

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 from torch import nn
 
-from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.remedies.change import Change, prepared
 
 __all__ = ["adapters"]
@@ -16,13 +15,12 @@ __all__ = ["adapters"]
 _RANK = 16
 
 
-def adapters(plan: TrainingPlan) -> Iterator[Change]:
+def adapters(model: nn.Module | None) -> Iterator[Change]:
     """Yield LoRA on all linear layers where these hold most of what is trained, and PEFT is installed."""
-    module = plan.module
-    if not isinstance(module, nn.Module) or find_spec("peft") is None:
+    if model is None or find_spec("peft") is None:
         return
-    layers = {name: child for name, child in module.named_modules() if type(child) is nn.Linear}
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    layers = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     in_linear = sum(layer.weight.numel() for layer in layers.values() if layer.weight.requires_grad)
     if 2 * in_linear < trained or not layers:
         return

@@ -22,7 +22,7 @@ __all__ = ["micro_batches", "shorter_sequences", "validation_batches"]
 _SHORTEST = 128
 
 
-def micro_batches(plan: TrainingPlan, budget_bytes: int) -> Iterator[Change]:
+def micro_batches(plan: TrainingPlan, model: nn.Module | None, budget_bytes: int) -> Iterator[Change]:
     """Find the largest micro-batch that fits: a straight line through two traces, then divisors below it."""
     size = batch_size_of(plan.batch)
     if size is None or size < 2:
@@ -43,9 +43,7 @@ def micro_batches(plan: TrainingPlan, budget_bytes: int) -> Iterator[Change]:
         fitting = [d for d in divisors if d >= micro and smallest + slope * (d - micro) <= budget_bytes]
         micro = fitting[0] if fitting else micro
     accumulate = plan.accumulate_grad_batches * (size // micro)
-    normalized = isinstance(plan.module, nn.Module) and any(
-        isinstance(module, _BatchNorm) for module in plan.module.modules()
-    )
+    normalized = model is not None and any(isinstance(module, _BatchNorm) for module in model.modules())
     note = "; batch norm sees fewer samples at a time" if normalized else ""
     yield Change(
         "micro_batch",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
+
 from lightning_memprec._errors import MemPrecError
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.result import Remedy
 
-__all__ = ["Change", "Need", "need_of", "remedy_from", "together"]
+__all__ = ["Change", "Need", "need_of", "prepared", "remedy_from", "skeleton", "together"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,17 @@ class Need:
 
     device_bytes: int
     flops: int
+
+
+def skeleton(plan: TrainingPlan) -> nn.Module | None:
+    """Return the plan's module to look at; one that is yet to be built is built without storage."""
+    if isinstance(plan.module, nn.Module):
+        return plan.module
+    try:
+        with torch.device("meta"):
+            return plan.module()
+    except Exception:  # It was traced: here, outside of the trace, it may miss what it needs.
+        return None
 
 
 def need_of(plan: TrainingPlan) -> Need | None:
@@ -97,12 +111,12 @@ def together(parts: list[Change], name: str = "combined") -> Change:
     )
 
 
-def prepared(plan: TrainingPlan, prepare: Callable[..., None]) -> TrainingPlan:
+def prepared(plan: TrainingPlan, prepare: Callable[[nn.Module], None]) -> TrainingPlan:
     """Return a plan that does one thing more to the copy before its precision is converted."""
 
-    def both(module: object) -> None:
+    def both(module: nn.Module) -> None:
         if plan.prepare is not None:
-            plan.prepare(module)  # type: ignore[arg-type]
+            plan.prepare(module)
         prepare(module)
 
     return replace(plan, prepare=both)

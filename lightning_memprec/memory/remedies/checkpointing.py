@@ -27,11 +27,10 @@ class _Blocks:
     count: int
 
 
-def checkpointing(plan: TrainingPlan) -> Iterator[Change]:
+def checkpointing(model: nn.Module | None) -> Iterator[Change]:
     """Yield checkpointing of everything that offers it, else of the model's blocks."""
-    module = plan.module if isinstance(plan.module, nn.Module) else None
-    switch = None if module is None else next(_switches(module), None)
-    if switch is not None or module is None:
+    switch = None if model is None else next(_switches(model), None)
+    if switch is not None or model is None:
         yield Change(
             "activation_checkpointing",
             "activation checkpointing",
@@ -41,13 +40,15 @@ def checkpointing(plan: TrainingPlan) -> Iterator[Change]:
             exact=True,
             topics=_TOPIC,
         )
-    elif (blocks := _find_blocks(module)) is not None:
+    elif (blocks := _find_blocks(model)) is not None:
         yield _of_blocks(blocks, blocks.count)
 
 
-def fewer_blocks(plan: TrainingPlan, before: Need, budget_bytes: int) -> Change | None:
+def fewer_blocks(
+    plan: TrainingPlan, model: nn.Module | None, before: Need, budget_bytes: int
+) -> Change | None:
     """Find how few blocks are enough, given that all are: between two traces, need is nearly a straight line."""
-    blocks = _find_blocks(plan.module) if isinstance(plan.module, nn.Module) else None
+    blocks = None if model is None else _find_blocks(model)
     if blocks is None or blocks.count < 3:
         return None
     too_few, enough = 0, blocks.count

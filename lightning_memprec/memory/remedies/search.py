@@ -6,12 +6,21 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torch import nn
+
 from lightning_memprec.memory.allocator import minimum_capacity
 from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.remedies.adapters import adapters
 from lightning_memprec.memory.remedies.batches import micro_batches, shorter_sequences, validation_batches
-from lightning_memprec.memory.remedies.change import Change, Need, need_of, remedy_from, together
+from lightning_memprec.memory.remedies.change import (
+    Change,
+    Need,
+    need_of,
+    remedy_from,
+    skeleton,
+    together,
+)
 from lightning_memprec.memory.remedies.checkpointing import checkpointing, fewer_blocks
 from lightning_memprec.memory.remedies.optimizers import optimizers
 from lightning_memprec.memory.remedies.precisions import precisions
@@ -52,13 +61,14 @@ def suggest_remedies(
     if callable(plan.batch):
         plan = replace(plan, batch=plan.batch())
     before = Need(estimate.minimum_device_bytes, estimate.events.flops if estimate.events else 0)
+    model = skeleton(plan)
     search = _Search(plan, before, budget_bytes)
-    for change in _changes(plan, estimate, budget_bytes, thorough=thorough):
+    for change in _changes(plan, model, estimate, budget_bytes, thorough=thorough):
         if change.name in _MASTERS and search.fits(*_MASTERS):
             continue
         search.try_out(change)
         if change.name == "activation_checkpointing" and search.fits(change.name):
-            fewer = fewer_blocks(plan, before, budget_bytes)
+            fewer = fewer_blocks(plan, model, before, budget_bytes)
             if fewer is not None:
                 search.try_out(fewer)
     if plan.device != "cpu":
@@ -126,18 +136,23 @@ class _Search:
 
 
 def _changes(
-    plan: TrainingPlan, estimate: MemoryEstimate, budget_bytes: int, *, thorough: bool
+    plan: TrainingPlan,
+    model: nn.Module | None,
+    estimate: MemoryEstimate,
+    budget_bytes: int,
+    *,
+    thorough: bool,
 ) -> Iterator[Change]:
     """Yield the changes that make sense for a plan, in the order of value."""
     if estimate.peak_phase.name == "validation":
         yield from validation_batches(plan, budget_bytes)
-    yield from micro_batches(plan, budget_bytes)
-    yield from checkpointing(plan)
+    yield from micro_batches(plan, model, budget_bytes)
+    yield from checkpointing(model)
     yield from precisions(plan)
     yield from optimizers(plan)
     if thorough:
         yield from shorter_sequences(plan, budget_bytes)
-        yield from adapters(plan)
+        yield from adapters(model)
 
 
 def _expandable_segments(estimate: MemoryEstimate, budget_bytes: int) -> Remedy | None:
