@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from lightning_memprec.memory.events import MemoryEvents, StorageRecord
 from lightning_memprec.memory.result import Breakdown, ModuleMemory, PhasePeak, TimelinePoint
+from lightning_memprec.memory.timeline import timeline
 
-__all__ = ["Analysis", "analyse"]
-
-_TIMELINE_POINTS = 400
+__all__ = ["Analysis", "analyse", "categories", "owner"]
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,15 @@ def analyse(
     alive = [
         k for k, s in enumerate(events.storages) if s.birth <= peak_event and not -1 < s.death <= peak_event
     ]
-    forward_ends = _forward_ends(events)
-    breakdown, by_module = _attribute(events, sizes, alive, forward_ends, module_types or {})
+    parts = [f"{category.replace(' ', '_')}_bytes" for category in categories(events)]
+    breakdown, by_module = _attribute(events, sizes, alive, parts, module_types or {})
     return Analysis(
         peak_bytes=peak_bytes,
         peak_phase=PhasePeak(events.phases[in_phase][0], events.phases[in_phase][1], peak_bytes),
         breakdown=breakdown,
         phases=phases,
         by_module=by_module,
-        timeline=_timeline(events, totals),
+        timeline=timeline(events, sizes, parts, totals),
     )
 
 
@@ -77,6 +76,17 @@ def _phase_peaks(events: MemoryEvents, totals: list[int]) -> tuple[PhasePeak, ..
         peak = max(totals[max(first - 1, 0) : end], default=0)
         peaks[name, step] = max(peak, peaks.get((name, step), 0))
     return tuple(PhasePeak(name, step, peak) for (name, step), peak in peaks.items())
+
+
+def categories(events: MemoryEvents) -> list[str]:
+    """Say of each storage which part of the memory it belongs to, such as ``"optimizer states"``."""
+    forward_ends = _forward_ends(events)
+    return [_category(events, record, forward_ends) for record in events.storages]
+
+
+def owner(events: MemoryEvents, record: StorageRecord) -> str:
+    """Name the module that holds a storage: that of its parameter, else the one that made it."""
+    return record.owner.rpartition(".")[0] if record.owner is not None else events.modules[record.module]
 
 
 def _forward_ends(events: MemoryEvents) -> dict[int, int]:
@@ -109,32 +119,16 @@ def _attribute(
     events: MemoryEvents,
     sizes: list[int],
     alive: list[int],
-    forward_ends: dict[int, int],
+    parts: list[str],
     module_types: dict[str, str],
 ) -> tuple[Breakdown, tuple[ModuleMemory, ...]]:
     total: dict[str, int] = defaultdict(int)
     modules: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for index in alive:
-        record = events.storages[index]
-        part = f"{_category(events, record, forward_ends).replace(' ', '_')}_bytes"
-        owner = record.owner.rpartition(".")[0] if record.owner is not None else events.modules[record.module]
-        total[part] += sizes[index]
-        modules[owner][part] += sizes[index]
+        total[parts[index]] += sizes[index]
+        modules[owner(events, events.storages[index])][parts[index]] += sizes[index]
     by_module = [
-        ModuleMemory(name, module_types.get(name, ""), Breakdown(**parts)) for name, parts in modules.items()
+        ModuleMemory(name, module_types.get(name, ""), Breakdown(**held)) for name, held in modules.items()
     ]
     by_module.sort(key=lambda m: (-m.breakdown.total_bytes, m.name))
     return Breakdown(**total), tuple(by_module)
-
-
-def _timeline(events: MemoryEvents, totals: list[int]) -> tuple[TimelinePoint, ...]:
-    """Thin the running sum, keeping the highest point of each stretch."""
-    stride = max(1, len(totals) // _TIMELINE_POINTS)
-    points = []
-    phase = 0
-    for start in range(0, len(totals), stride):
-        event = max(range(start, min(start + stride, len(totals))), key=totals.__getitem__)
-        while phase + 1 < len(events.phases) and events.phases[phase + 1][2] <= event:
-            phase += 1
-        points.append(TimelinePoint(event, events.phases[phase][0], totals[event]))
-    return tuple(points)

@@ -7,12 +7,17 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memprec._devices import find_device
+from lightning_memprec._plain import check_version, read_plain
 from lightning_memprec._units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from lightning_memprec.memory.events import MemoryEvents
 
 __all__ = [
+    "SCHEMA_VERSION",
     "Assumption",
     "Breakdown",
     "HostMemory",
@@ -28,6 +33,11 @@ __all__ = [
 _SIZE = re.compile(r"\s*[+-]?[\d.]")
 
 Basis = Literal["traced", "measured", "modelled"]
+PlotKind = Literal["timeline", "modules", "measured"]
+
+# Of the values that `to_dict` writes; raised by one whenever an older reader would misread a newer file.
+SCHEMA_VERSION = 1
+_OUTSIDE_STEPS = {"minimum": -1}  # `-1` is the step of phases outside the steps.
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class PhasePeak:
     """
 
     name: str
-    step: int
+    step: int = field(metadata=_OUTSIDE_STEPS)
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None = None
 
@@ -116,6 +126,8 @@ class HostMemory:
         checkpoint_bytes: Size of a full checkpoint file.
         weights_only_bytes: Size of a checkpoint file with ``save_weights_only=True``.
         ranks_per_node: Processes that share the machine's memory.
+        offloaded_bytes: What every rank keeps there for the whole run: offloaded weights, gradients and optimizer
+            states.
     """
 
     setup_bytes: int
@@ -124,12 +136,13 @@ class HostMemory:
     checkpoint_bytes: int
     weights_only_bytes: int
     ranks_per_node: int = 1
+    offloaded_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        """Largest need of one machine over set-up, saving and resuming."""
-        every_rank = max(self.setup_bytes, self.resume_bytes) * self.ranks_per_node
-        return max(every_rank, self.save_bytes)
+        """Largest need of one machine over set-up, saving and resuming, with what is offloaded."""
+        every_rank = max(self.setup_bytes, self.resume_bytes + self.offloaded_bytes) * self.ranks_per_node
+        return max(every_rank, self.save_bytes + self.offloaded_bytes * self.ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -143,11 +156,24 @@ class ModuleMemory:
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """Allocation after one recorded event."""
+    """What is allocated after one recorded event.
+
+    Args:
+        event: Number of the event, a birth or a death of a tensor, counted from 0.
+        phase: Name of the phase, as in :class:`PhasePeak`.
+        step: Its step, ``-1`` outside the steps.
+        breakdown: Parts of the live tensors.
+    """
 
     event: int
     phase: str
-    allocated_bytes: int
+    step: int = field(metadata=_OUTSIDE_STEPS)
+    breakdown: Breakdown
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Sum of the parts."""
+        return self.breakdown.total_bytes
 
 
 @dataclass(frozen=True)
@@ -170,7 +196,7 @@ class Remedy:
     description: str
     how: str
     need_bytes: int
-    saving_bytes: int
+    saving_bytes: int = field(metadata={"minimum": -(2**63)})
     fits: bool
     basis: Basis = "traced"
     cost: str = ""
@@ -217,7 +243,7 @@ class MemoryEstimate:
         peak_phase: Phase and step in which the peak falls.
         phases: Peak of each phase, in order.
         by_module: Largest holders at the peak instant, largest first.
-        timeline: Allocation over the recorded events, thinned.
+        timeline: The parts over the recorded events, thinned; the highest point of each stretch is kept.
         assumptions: Everything that was modelled and not traced.
         device: Device the estimate is for.
         precision: Lightning's name of the precision.
@@ -287,9 +313,14 @@ class MemoryEstimate:
         return need_bytes <= parse_bytes(capacity) * (1.0 - safety_margin)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain Python values, ready for JSON; sizes stay integers in bytes."""
+        """Return plain Python values, ready for JSON; sizes stay integers in bytes.
+
+        Returns:
+            ``schema_version``, the fields without ``events``, and the two sums ``peak_device_bytes`` and
+            ``minimum_device_bytes``; :meth:`from_dict` reads it again.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "events"}
-        plain: dict[str, Any] = {}
+        plain: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         for name, value in values.items():
             if isinstance(value, tuple):
                 plain[name] = [asdict(item) for item in value]
@@ -299,18 +330,71 @@ class MemoryEstimate:
         plain["minimum_device_bytes"] = self.minimum_device_bytes
         return plain
 
-    def plot(self, ax: Any = None) -> Any:
-        """Draw the allocation over the traced events.
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MemoryEstimate:
+        """Read what :meth:`to_dict` wrote; every value is checked.
+
+        Args:
+            values: Plain values, for example out of a JSON file. What is not a field is passed over.
+
+        Returns:
+            The estimate, without ``events``.
+
+        Raises:
+            ValueError: If the version is another, or a value is missing, of the wrong type or out of bounds.
+
+        Example:
+            >>> import torch
+            >>> from lightning_memprec import MemoryEstimate, estimate_memory
+            >>> estimate = estimate_memory(torch.nn.Linear(4, 4), torch.ones(2, 4), device="cpu")
+            >>> MemoryEstimate.from_dict(estimate.to_dict()) == estimate
+            True
+        """
+        check_version(values, SCHEMA_VERSION, "estimate")
+        plain = {name: value for name, value in values.items() if name != "events"}
+        read: MemoryEstimate = read_plain(cls, plain, "estimate", names={"MemoryEvents": Any})
+        return read
+
+    def plot(
+        self,
+        ax: Any = None,
+        *,
+        kind: PlotKind = "timeline",
+        measured: int | Sequence[int] | None = None,
+    ) -> Any:
+        """Draw the estimate.
 
         Args:
             ax: Matplotlib axes to draw on; a new figure is made if ``None``.
+            kind: ``"timeline"``: the parts over the traced events, with the peak marked. ``"modules"``: what the
+                largest modules hold at the peak. ``"measured"``: the predicted peak beside the measured one.
+            measured: Largest allocation of a real run in bytes (``torch.cuda.max_memory_allocated``), or one for
+                each optimizer step. ``"measured"`` needs it; ``"timeline"`` draws its maximum as a line.
 
         Returns:
             ``(figure, axes)``.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (extra ``plot``).
+            ValueError: If the kind is unknown, or needs a measurement that is not given.
         """
-        from lightning_memprec.memory._plot import plot_timeline
+        from lightning_memprec.memory._plot import plot_estimate
 
-        return plot_timeline(self, ax)
+        return plot_estimate(self, ax, kind, measured)
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the predicted run as a PyTorch memory snapshot, for https://pytorch.org/memory_viz.
+
+        Every tensor of the trace is an allocation in the simulated CUDA caching allocator, with the module that
+        made it and the phase in place of a stack. Time is counted in events.
+
+        Args:
+            path: File to write, usually ``.pickle``; its folder is made if it is missing.
+
+        Raises:
+            ValueError: If the estimate has no events, as one that was read from a file.
+            OSError: If the folder cannot be written.
+        """
+        from lightning_memprec.memory.snapshot import write_snapshot
+
+        write_snapshot(self, path)

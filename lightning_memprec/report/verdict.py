@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from lightning_memprec.memory.result import LargestBatch
+from lightning_memprec.memory.result import (
+    LargestBatch,
+)  # Not for type checkers only: files are read by the types.
 
 __all__ = ["Status", "Verdict", "judge"]
 
