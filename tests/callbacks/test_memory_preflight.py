@@ -353,19 +353,6 @@ def test_model_frozen_after_setup_is_judged_again():
     assert callback.estimate.trainable_parameters == 64 * 3 + 3
 
 
-def test_sharded_strategy_is_never_refused():
-    from lightning.pytorch.strategies import SingleDeviceStrategy
-
-    # The real one needs a GPU; the callback knows sharding strategies by the names of their classes.
-    class FSDPStrategy(SingleDeviceStrategy):
-        pass
-
-    callback = MemoryPreflight(device_memory=TINY)
-    trainer = fit(callback, strategy=FSDPStrategy(), accelerator="auto")
-    assert callback.verdict.status == "undetermined"
-    assert trainer.global_step == 4
-
-
 def test_transfer_hooks_of_the_data_module_are_traced():
     pl = namespace()
 

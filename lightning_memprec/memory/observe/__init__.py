@@ -1,0 +1,1 @@
+"""What a run does with memory: readings of a device, and what they show."""

@@ -1,0 +1,68 @@
+"""Bytes of what can be told apart by walking tensors: weights, buffers, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memprec.memory.optimizers import state_tensors
+
+__all__ = ["measure_parts"]
+
+
+def measure_parts(
+    module: nn.Module, optimizers: Iterable[Any], device: torch.device, granularity_bytes: int = 1
+) -> dict[str, int]:
+    """Measure the parts of a model that lie on a device, each storage once.
+
+    Only shapes are read, so nothing waits for the device. FP32 masters, which an optimizer steps in the place of
+    the module's parameters, count as optimizer states, as in an estimate.
+
+    Args:
+        module: The model.
+        optimizers: Its optimizers.
+        device: Count what lies on devices of this type.
+        granularity_bytes: Every storage is rounded up to a multiple of it.
+
+    Returns:
+        Bytes by the names of an estimate's breakdown: ``"parameters"``, ``"buffers"``, ``"gradients"``,
+        ``"optimizer states"``.
+
+    Example:
+        >>> linear = nn.Linear(4, 4, bias=False)
+        >>> measure_parts(linear, [torch.optim.Adam(linear.parameters())], torch.device("cpu"))["parameters"]
+        64
+    """
+    optimizers = list(optimizers)
+    parameters = list(module.parameters())
+    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    groups: dict[str, Iterator[Tensor]] = {
+        "parameters": iter(parameters),
+        "buffers": module.buffers(),
+        "gradients": (p.grad for p in (*parameters, *held) if p.grad is not None),
+        "optimizer states": iter([*held, *(tensor for o in optimizers for _, tensor in state_tensors(o))]),
+    }
+    seen: set[int] = set()
+    return {
+        name: sum(_rounded(size, granularity_bytes) for size in _new_storages(tensors, device, seen))
+        for name, tensors in groups.items()
+    }
+
+
+def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[int]:
+    """Yield the sizes of storages on the device that were not seen before."""
+    for tensor in tensors:
+        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # A rank's shard.
+        if local.device.type != device.type or local.layout is not torch.strided:
+            continue
+        storage = local.untyped_storage()
+        if storage.data_ptr() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage.nbytes()
+
+
+def _rounded(size_bytes: int, granularity_bytes: int) -> int:
+    return -(-size_bytes // granularity_bytes) * granularity_bytes
