@@ -12,12 +12,24 @@ import sys
 from collections.abc import Sequence
 
 from lightning_memprec.__about__ import __version__
-from lightning_memprec.cli import devices, estimate, export, formula, inspect, precision, quantize
+from lightning_memprec.cli import (
+    devices,
+    estimate,
+    export,
+    formula,
+    inspect,
+    plan,
+    precision,
+    quantize,
+    report,
+)
 
 __all__ = ["build_parser", "main"]
 
 _COMMANDS = {
     "estimate": estimate,
+    "plan": plan,
+    "report": report,
     "formula": formula,
     "devices": devices,
     "precision": precision,

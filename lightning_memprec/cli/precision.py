@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_memprec._text import wrap
 from lightning_memprec.cli._messages import as_options
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ __all__ = ["EXIT_CODES", "add_parser", "run"]
 
 EXIT_CODES = {"chosen": 0, "undetermined": 5}
 _USAGE = 2
+_WHAT_IT_SAVES = (
+    "Each at its largest; fixed are parameters, buffers, gradients and optimizer states. Autocast (`-mixed`) keeps "
+    "weights, gradients and states in FP32: it saves activations, and nothing that is fixed. Half weights with FP32 "
+    "masters (`-master`) take the 16 bytes a parameter of FP32 AdamW, too, and halve activations and the weights in "
+    "use."
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -225,8 +232,21 @@ def _memory_lines(estimates: dict[str, MemoryEstimate], comparison: PrecisionCom
     if not estimates or comparison is not None:
         return []
     device = next(iter(estimates.values())).device
-    lines = ["", f"Memory of this run on {device}"]
-    lines += [f"  {name:<14}{format_bytes(e.minimum_device_bytes):>13}" for name, e in estimates.items()]
+    lines = [
+        "",
+        f"Memory of this run on {device}",
+        f"  {'':<14}{'needed':>13}{'fixed':>13}{'activations':>14}",
+    ]
+    for name, estimate in estimates.items():
+        parts = [point.breakdown for point in estimate.timeline]
+        fixed = max((part.fixed_bytes for part in parts), default=0)
+        activations = max((part.activations_bytes for part in parts), default=0)
+        sizes = (estimate.minimum_device_bytes, fixed, activations)
+        lines.append(
+            f"  {name:<14}"
+            + "".join(f"{format_bytes(size):>{13 + (k == 2)}}" for k, size in enumerate(sizes))
+        )
+    lines += ["", *wrap(_WHAT_IT_SAVES)]
     return lines
 
 
