@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from lightning_memprec._errors import DataDependentError, MemoryOverflowError, MemPrecError, TraceError
     from lightning_memprec._files.stored_tensor import CheckpointError
     from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
+    from lightning_memprec.callbacks.memory_monitor import MemoryMonitor
     from lightning_memprec.callbacks.memory_preflight import MemoryPreflight
+    from lightning_memprec.callbacks.out_of_memory import OutOfMemoryReport
     from lightning_memprec.callbacks.post_training_quantization import PostTrainingQuantization
     from lightning_memprec.callbacks.stagnation_monitor import StagnationMonitor
     from lightning_memprec.master_weights.export import export_weights
     from lightning_memprec.master_weights.inspect import inspect_checkpoint
     from lightning_memprec.memory.estimate import estimate_memory
+    from lightning_memprec.memory.probe import probe_memory
     from lightning_memprec.memory.result import MemoryEstimate, Remedy
     from lightning_memprec.plugins.master_weights import MasterWeightPrecision
     from lightning_memprec.quantization.checkpoint import load_quantized, restore_int8_layers, save_quantized
@@ -41,8 +44,10 @@ __all__ = [
     "MasterWeightPrecision",
     "MemPrecError",
     "MemoryEstimate",
+    "MemoryMonitor",
     "MemoryOverflowError",
     "MemoryPreflight",
+    "OutOfMemoryReport",
     "PostTrainingQuantization",
     "PrecisionChoice",
     "PrecisionComparison",
@@ -59,6 +64,7 @@ __all__ = [
     "export_weights",
     "inspect_checkpoint",
     "load_quantized",
+    "probe_memory",
     "quantize_",
     "restore_int8_layers",
     "save_quantized",
@@ -72,8 +78,10 @@ _HOMES = {
     "MasterWeightPrecision": "plugins.master_weights",
     "MemPrecError": "_errors",
     "MemoryEstimate": "memory.result",
+    "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryOverflowError": "_errors",
     "MemoryPreflight": "callbacks.memory_preflight",
+    "OutOfMemoryReport": "callbacks.out_of_memory",
     "PostTrainingQuantization": "callbacks.post_training_quantization",
     "PrecisionChoice": "scaling.choose",
     "PrecisionComparison": "scaling.comparison",
@@ -89,6 +97,7 @@ _HOMES = {
     "export_weights": "master_weights.export",
     "inspect_checkpoint": "master_weights.inspect",
     "load_quantized": "quantization.checkpoint",
+    "probe_memory": "memory.probe",
     "quantize_": "quantization.convert",
     "restore_int8_layers": "quantization.checkpoint",
     "save_quantized": "quantization.checkpoint",

@@ -18,8 +18,10 @@ NAMES = {
     "MasterWeightPrecision",
     "MemPrecError",
     "MemoryEstimate",
+    "MemoryMonitor",
     "MemoryOverflowError",
     "MemoryPreflight",
+    "OutOfMemoryReport",
     "PostTrainingQuantization",
     "PrecisionChoice",
     "PrecisionComparison",
@@ -35,6 +37,7 @@ NAMES = {
     "export_weights",
     "inspect_checkpoint",
     "load_quantized",
+    "probe_memory",
     "quantize_",
     "restore_int8_layers",
     "save_quantized",
@@ -69,6 +72,8 @@ PARAMETERS = {
         "stop_after": False,
         "report_path": None,
         "sample_batches": 8,
+        "probe": False,
+        "calibrate": True,
     },
     "MemoryOverflowError": {
         "message": inspect.Parameter.empty,
@@ -85,13 +90,13 @@ ESTIMATE_FIELDS = {
     "by_module", "timeline", "assumptions", "device", "precision", "steps", "trainable_parameters",
     "total_parameters", "events", "host",
 }  # fmt: skip
-ESTIMATE_MEMBERS = {"peak_device_bytes", "minimum_device_bytes", "fits", "to_dict", "plot"}
+ESTIMATE_MEMBERS = {"peak_device_bytes", "minimum_device_bytes", "fits", "to_dict", "from_dict", "plot", "save_snapshot"}
 BREAKDOWN_FIELDS = {
     "parameters_bytes", "buffers_bytes", "gradients_bytes", "optimizer_states_bytes", "activations_bytes",
     "temporaries_bytes", "inputs_bytes", "workspaces_bytes",
 }  # fmt: skip
 REMEDY_FIELDS = {
-    "name", "description", "how", "need_bytes", "saving_bytes", "fits", "basis", "cost"
+    "name", "description", "how", "need_bytes", "saving_bytes", "fits", "basis", "cost", "exact"
 }  # fmt: skip
 
 

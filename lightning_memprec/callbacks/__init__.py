@@ -7,15 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
+    from lightning_memprec.callbacks.memory_monitor import MemoryMonitor
     from lightning_memprec.callbacks.memory_preflight import MemoryPreflight
+    from lightning_memprec.callbacks.out_of_memory import OutOfMemoryReport
     from lightning_memprec.callbacks.post_training_quantization import PostTrainingQuantization
     from lightning_memprec.callbacks.stagnation_monitor import StagnationMonitor
 
-__all__ = ["GradScalerMonitor", "MemoryPreflight", "PostTrainingQuantization", "StagnationMonitor"]
+__all__ = [
+    "GradScalerMonitor",
+    "MemoryMonitor",
+    "MemoryPreflight",
+    "OutOfMemoryReport",
+    "PostTrainingQuantization",
+    "StagnationMonitor",
+]
 
 _HOMES = {
     "GradScalerMonitor": "grad_scaler_monitor",
+    "MemoryMonitor": "memory_monitor",
     "MemoryPreflight": "memory_preflight",
+    "OutOfMemoryReport": "out_of_memory",
     "PostTrainingQuantization": "post_training_quantization",
     "StagnationMonitor": "stagnation_monitor",
 }
