@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-import math
+import json
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["MOST_ITEMS", "check_version", "optional_of", "plain_fields", "read_plain"]
+__all__ = ["MOST_ITEMS", "check_version", "optional_of", "plain_fields", "read_json", "read_plain"]
 
 # Sizes are 64-bit in every allocator, and other programs read JSON's integers as such.
 _LIMIT = 2**63
 # More than any estimate has: a timeline is thinned to some hundred points, a model of 10,000 modules is large.
 MOST_ITEMS = 100_000
+
+
+def read_json(path: Path, most_bytes: int) -> Any:
+    """Read a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark.
+
+    Args:
+        path: The file.
+        most_bytes: The largest size that is read; devices and pipes, which have none, are read so far only.
+
+    Raises:
+        ValueError: If the file is larger, or is no JSON.
+        OSError: If it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(
+            f"{str(path)!r} is larger than {most_bytes} bytes, so it is no report. Check the path."
+        )
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is no JSON: {error}. Check the path.") from error
 
 
 def check_version(values: Any, version: int, where: str) -> None:
@@ -70,7 +95,13 @@ def optional_of(kind: Any) -> Any:
 
 
 def read_plain(
-    kind: Any, value: Any, where: str, *, minimum: int = 0, names: Mapping[str, Any] | None = None
+    kind: Any,
+    value: Any,
+    where: str,
+    *,
+    minimum: int | None = None,
+    maximum: int | None = None,
+    names: Mapping[str, Any] | None = None,
 ) -> Any:
     """Turn plain values into what a type says, or say where they do not.
 
@@ -78,7 +109,9 @@ def read_plain(
         kind: A dataclass, ``tuple[T, ...]``, ``T | None``, ``Literal``, ``int``, ``float``, ``bool`` or ``str``.
         value: What was read. Of a mapping, keys that are no fields are passed over.
         where: Path to the value, for messages.
-        minimum: Smallest integer. A dataclass sets another one by a field's ``metadata={"minimum": …}``.
+        minimum: Smallest number; by default 0 for an integer. A dataclass sets one for a field by
+            ``metadata={"minimum": …}``.
+        maximum: Largest number; by default 2^63 - 1 for an integer. Set likewise.
         names: As for :func:`plain_fields`.
 
     Raises:
@@ -91,7 +124,7 @@ def read_plain(
     """
     inner = optional_of(kind)
     if inner is not None:
-        return None if value is None else read_plain(inner, value, where, minimum=minimum)
+        return None if value is None else read_plain(inner, value, where, minimum=minimum, maximum=maximum)
     if is_dataclass(kind):
         return _read_dataclass(kind, value, where, names)
     if get_origin(kind) is tuple:
@@ -100,7 +133,7 @@ def read_plain(
         if not isinstance(value, str) or value not in get_args(kind):
             raise ValueError(f"`{where}` must be one of {list(get_args(kind))}, got {_shown(value)}.")
         return value
-    return _read_scalar(kind, value, where, minimum)
+    return _read_scalar(kind, value, where, minimum, maximum)
 
 
 def _read_dataclass(cls: Any, value: Any, where: str, names: Mapping[str, Any] | None) -> Any:
@@ -110,8 +143,8 @@ def _read_dataclass(cls: Any, value: Any, where: str, names: Mapping[str, Any] |
     for field, kind in plain_fields(cls, names):
         path = f"{where}.{field.name}"
         if field.name in value:
-            minimum = field.metadata.get("minimum", 0)
-            found[field.name] = read_plain(kind, value[field.name], path, minimum=minimum)
+            bounds = {name: field.metadata.get(name) for name in ("minimum", "maximum")}
+            found[field.name] = read_plain(kind, value[field.name], path, **bounds)
         elif field.default is MISSING:
             raise ValueError(f"`{path}` is missing.")
     return cls(**found)
@@ -125,20 +158,33 @@ def _read_tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
     return tuple(read_plain(kind, item, f"{where}[{i}]") for i, item in enumerate(value))
 
 
-def _read_scalar(kind: Any, value: Any, where: str, minimum: int) -> Any:
+def _read_scalar(kind: Any, value: Any, where: str, minimum: int | None, maximum: int | None) -> Any:
     if kind is int:
-        if type(value) is not int or not minimum <= value < _LIMIT:
-            least = "-2^63" if minimum == -_LIMIT else minimum
-            raise ValueError(f"`{where}` must be an integer from {least} to 2^63 - 1, got {_shown(value)}.")
-        return value
+        return _read_integer(value, where, minimum or 0, _LIMIT - 1 if maximum is None else maximum)
     if kind is float:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"`{where}` must be a finite number, got {_shown(value)}.")
-        return float(value)
+        return _read_number(value, where, minimum, maximum)
     if type(value) is not kind:
         words = {str: "text", bool: "true or false"}
         raise ValueError(f"`{where}` must be {words[kind]}, got {_shown(value)}.")
     return value
+
+
+def _read_integer(value: Any, where: str, minimum: int, maximum: int) -> int:
+    if type(value) is not int or not minimum <= value <= maximum:
+        words = {-_LIMIT: "-2^63", _LIMIT - 1: "2^63 - 1"}
+        low, high = words.get(minimum, minimum), words.get(maximum, maximum)
+        raise ValueError(f"`{where}` must be an integer from {low} to {high}, got {_shown(value)}.")
+    return value
+
+
+def _read_number(value: Any, where: str, minimum: int | None, maximum: int | None) -> float:
+    low = -sys.float_info.max if minimum is None else minimum
+    high = sys.float_info.max if maximum is None else maximum
+    # JSON's integers have any length: one beyond the largest float cannot be made one.
+    if type(value) not in (int, float) or not low <= value <= high:
+        bounds = "" if minimum is None or maximum is None else f" from {minimum} to {maximum}"
+        raise ValueError(f"`{where}` must be a finite number{bounds}, got {_shown(value)}.")
+    return float(value)
 
 
 def _shown(value: Any) -> str:

@@ -29,10 +29,10 @@ def calibration_path(trainer: Any) -> Path | None:
         trainer: The Trainer.
 
     Returns:
-        The path; ``None`` if the folder is remote.
+        The path, which holds after a change of the working directory, too; ``None`` if the folder is remote.
     """
     folder = str(trainer.default_root_dir)
-    return None if "://" in folder else Path(folder) / FILE_NAME
+    return None if "://" in folder else Path(folder).absolute() / FILE_NAME
 
 
 def run_key(trainer: Any, module: nn.Module, shapes: str, estimate: MemoryEstimate) -> RunKey:

@@ -16,12 +16,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_memprec._errors import TraceError
+from lightning_memprec._progress import Progress
 from lightning_memprec._user_state import unchanged_globals
 
 __all__ = ["isolated"]
@@ -30,12 +32,15 @@ T = TypeVar("T")
 
 # A trace takes seconds; what takes longer than this hangs.
 _TIME_LIMIT_S = 300.0
+_TICK_S = 0.5  # Between two words to whoever waits.
 # What a child answers in which autograd refuses to work, because the parent's has started its threads: it does so in
 # the first backward pass of a process that can see an accelerator, or that compiled a model.
 _NO_AUTOGRAD = "no autograd after a fork"
 
 
-def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) -> T:
+def isolated(
+    function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S, progress: Progress | None = None
+) -> T:
     """Call a function in a forked child and return what it returned.
 
     Elsewhere than on Linux, or where autograd cannot run after a fork, it is called here, and what it changes in the
@@ -44,6 +49,7 @@ def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) 
     Args:
         function: What to call; its result must pickle. What it prints is dropped.
         time_limit_s: Seconds after which the child is ended.
+        progress: Told while the child is waited for, whose own streams lead nowhere.
 
     Returns:
         The function's result.
@@ -54,27 +60,29 @@ def isolated(function: Callable[[], T], *, time_limit_s: float = _TIME_LIMIT_S) 
         TraceError: If the child took too long or died.
     """
     if sys.platform != "linux":  # Windows cannot fork; system libraries of macOS do not survive it.
-        return _call_here(function)
+        return _call_here(function, progress)
     try:
-        succeeded, value = _call_in_child(function, time_limit_s)
+        succeeded, value = _call_in_child(function, time_limit_s, progress)
     except OSError:  # No process or pipe to be had.
-        return _call_here(function)
+        return _call_here(function, progress)
     if not succeeded and value == _NO_AUTOGRAD:
-        return _call_here(function)
+        return _call_here(function, progress)
     if not succeeded:
         raise value
     return value  # type: ignore[no-any-return]
 
 
-def _call_here(function: Callable[[], T]) -> T:
+def _call_here(function: Callable[[], T], progress: Progress | None = None) -> T:
     try:
-        with unchanged_globals():
+        with unchanged_globals(), progress or nullcontext():
             return function()
     except SystemExit as error:
         raise _told(error) from error
 
 
-def _call_in_child(function: Callable[[], Any], time_limit_s: float) -> tuple[bool, Any]:
+def _call_in_child(
+    function: Callable[[], Any], time_limit_s: float, progress: Progress | None = None
+) -> tuple[bool, Any]:
     reader, writer = os.pipe()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -88,8 +96,10 @@ def _call_in_child(function: Callable[[], Any], time_limit_s: float) -> tuple[bo
         _run_as_child(function, writer)
     os.close(writer)
     try:
-        payload = _read_all(reader, time.monotonic() + time_limit_s)
+        payload = _read_all(reader, time.monotonic() + time_limit_s, progress)
     finally:
+        if progress is not None:
+            progress.clear()
         os.close(reader)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -102,13 +112,15 @@ def _call_in_child(function: Callable[[], Any], time_limit_s: float) -> tuple[bo
     return pickle.loads(payload)  # type: ignore[no-any-return]
 
 
-def _read_all(reader: int, deadline: float) -> bytes | None:
+def _read_all(reader: int, deadline: float, progress: Progress | None = None) -> bytes | None:
     """Read until the other end closes; ``None`` if that takes too long."""
     parts: list[bytes] = []
     while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select([reader], [], [], left)
+        ready, _, _ = select.select([reader], [], [], min(left, _TICK_S))
+        if progress is not None:
+            progress.tick()
         if not ready:
-            break
+            continue
         part = os.read(reader, 1 << 20)
         if not part:
             return b"".join(parts)

@@ -71,6 +71,7 @@ class PredictionCheck:
         self._record = record
         self._tell = tell
         self._device = trainer.strategy.root_device
+        self._path = calibration_path(trainer)
         self._shapes = shapes_digest(pl_module)
         self._peak_before = before.peak_allocated_bytes or 0
         # Weights that are on the device already belong to the run; what else is there does not.
@@ -136,7 +137,7 @@ class PredictionCheck:
 
     def _keep(self, result: Comparison, estimate: MemoryEstimate) -> bool:
         """Write the difference for the next preflight; a run that writes no checkpoints writes no file."""
-        path = calibration_path(self._trainer)
+        path = self._path
         writes = self._calibrate and bool(self._trainer.checkpoint_callbacks)
         if not writes or path is None or not is_plausible(result.ratio):
             return False

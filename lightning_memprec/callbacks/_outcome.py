@@ -9,8 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_memprec._batch import BatchUnavailableError
 from lightning_memprec._errors import DataDependentError, TraceError
 from lightning_memprec._optional import is_installed
-from lightning_memprec.callbacks._trainer_plan import is_sharded
-from lightning_memprec.report.file import report_as_dict, write_report
+from lightning_memprec.report.file import save_report
 from lightning_memprec.report.text import format_estimate
 
 if TYPE_CHECKING:
@@ -54,11 +53,6 @@ def notes_on(trainer: Any, device: str, verdict: Verdict) -> list[str]:
     for callback in trainer.callbacks:
         if any(base.__name__ in _AVERAGING for base in type(callback).__mro__):
             notes.append(f"`{type(callback).__name__}` keeps a copy of the weights, which is not counted.")
-    if is_sharded(trainer):
-        notes.append(
-            f"`{type(trainer.strategy).__name__}` splits the model over devices. The figures are for one "
-            "device without splitting, so each needs less. Nothing is refused."
-        )
     return notes
 
 
@@ -78,7 +72,7 @@ def publish(
         verdict: The verdict.
         remedies: Changes that would help.
         notes: Remarks for the reader.
-        path: JSON file to write, ``None`` for none.
+        path: File to write, in the form that its ending names; ``None`` for none.
     """
     if not trainer.is_global_zero:
         return
@@ -94,7 +88,7 @@ def publish(
         for logger in trainer.loggers:
             logger.log_metrics(_metrics(estimate, verdict), step=trainer.global_step)
     if path is not None:
-        write_report(path, report_as_dict(estimate, verdict, remedies, notes))
+        save_report(path, estimate, verdict, remedies, notes)
 
 
 def _metrics(estimate: MemoryEstimate, verdict: Verdict) -> dict[str, float]:

@@ -147,6 +147,9 @@ class Session:
                 forward=self._forward(copied),
                 # Ranks see other outliers; columns of their own would give their layers other shapes.
                 exact_outliers=None if self.trainer.world_size == 1 else False,
+                method_options=options.method_options,
+                mask=options.mask,
+                batch_norm=options.batch_norm,
                 **options.scheme,
             )
         reset_metrics(copied)  # Calibration has updated those of `validation_step`.
@@ -163,7 +166,8 @@ class Session:
         measures = method.scheme.outlier_threshold is not None or (
             ranking and self.options.max_degradation is not None
         )
-        if method.needs_calibration:
+        learns = method.needs_calibration or method.solver is not None or self.options.batch_norm == "retune"
+        if learns:
             loop: Any = self.trainer.fit_loop
         elif measures and self._before:
             loop = self.trainer.fit_loop.epoch_loop.val_loop

@@ -6,19 +6,23 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_memprec._errors import TraceError
 from lightning_memprec._master_options import master_options
 from lightning_memprec._prepare import prepare_copy
 from lightning_memprec._validation import plan_validation
 from lightning_memprec.callbacks._meta_trainer import MetaTrainer
+from lightning_memprec.callbacks._trainer_strategy import strategy_of
 from lightning_memprec.memory.plan import MasterOptions, TrainingPlan, ValidationPlan
 from lightning_memprec.plugins.master_weights import MasterWeightPrecision
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from lightning_memprec.memory.sharding.strategies import Strategy
+
 __all__ = ["FitPlan", "is_sharded", "plan_from_trainer", "plan_validation_of"]
 
-# Strategies that split parameters, gradients or states over devices: one device holds less than is estimated.
+# Strategies that split parameters, gradients or states over devices, and change the module for it.
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
@@ -77,7 +81,7 @@ def plan_from_trainer(
         precision=precision,
         masters=masters,
         device=device,
-        strategy=_strategy_name(trainer),
+        strategy=_strategy(trainer, set_up),
         num_devices=trainer.num_devices,
         num_nodes=trainer.num_nodes,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -126,16 +130,19 @@ def plan_validation_of(trainer: Any, sample_batches: int) -> tuple[ValidationPla
     return validation, ""
 
 
-def _strategy_name(trainer: Any) -> str:
-    name = type(trainer.strategy).__name__
-    if name.startswith("SingleDevice"):
-        return "auto"
-    return name.removesuffix("Strategy").lower()
+def _strategy(trainer: Any, set_up: bool) -> str | Strategy:
+    if set_up and is_sharded(trainer):
+        raise TraceError(
+            f"`{type(trainer.strategy).__name__}` has sharded the model already. A preflight of it has to succeed in "
+            "`setup`: give `batch_spec` if the batch is the obstacle."
+        )
+    return strategy_of(trainer) or "single_device"
 
 
 def _shared(trainer: Any) -> list[object]:
     """List what a copy of the module must not drag along."""
     shared = [trainer, trainer.strategy, trainer.precision_plugin, trainer.datamodule]
+    shared.append(getattr(trainer.lightning_module, "_device_mesh", None))
     shared += [*trainer.loggers, *trainer.callbacks]
     instance = trainer.fit_loop._data_source.instance
     if instance is not trainer.lightning_module:

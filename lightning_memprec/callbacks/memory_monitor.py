@@ -83,8 +83,8 @@ class MemoryMonitor(CallbackBase):
         estimate_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
+        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be a whole number of at least 1, got {every_n_steps!r}.")
         if not 0.0 < tolerance < float("inf"):
             raise ValueError(f"`tolerance` must be a finite number above 0, got {tolerance}.")
         self.every_n_steps = every_n_steps
@@ -244,9 +244,8 @@ class MemoryMonitor(CallbackBase):
             raise
         except Exception as error:
             self._is_broken = True
-            rank_zero_warn(
-                f"`MemoryMonitor` failed and watches no longer: {type(error).__name__}: {error} Training goes on."
-            )
+            reason = f"{type(error).__name__}: {error}".rstrip(".: ")
+            rank_zero_warn(f"`MemoryMonitor` failed and watches no longer: {reason}. Training goes on.")
 
 
 def _read_estimate(path: str | Path) -> MemoryEstimate:

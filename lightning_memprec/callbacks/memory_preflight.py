@@ -16,9 +16,12 @@ from lightning_memprec._batch import largest_batch, parse_batch_spec
 from lightning_memprec._errors import MemoryOverflowError, TraceError
 from lightning_memprec._isolation import unchanged
 from lightning_memprec._lightning import CallbackBase, end_run, train_loaders
+from lightning_memprec._progress import Progress
+from lightning_memprec.callbacks._calibration import find_calibration
 from lightning_memprec.callbacks._capacity import choose_target
 from lightning_memprec.callbacks._child import isolated
-from lightning_memprec.callbacks._outcome import HOOKS, hook_after, in_words, notes_on, publish
+from lightning_memprec.callbacks._outcome import HOOKS, in_words, notes_on, publish
+from lightning_memprec.callbacks._probe import hook_with_probe_after, is_time_to_probe, probe_fit
 from lightning_memprec.callbacks._ranks import Finding, gather, merge
 from lightning_memprec.callbacks._trainer_plan import (
     FitPlan,
@@ -28,6 +31,7 @@ from lightning_memprec.callbacks._trainer_plan import (
 )
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.largest_batch import find_largest_batch, has_room
+from lightning_memprec.memory.observe.residual import applied_ratio, calibrated
 from lightning_memprec.memory.remedies import suggest_remedies
 from lightning_memprec.memory.tree import map_tensors
 from lightning_memprec.report.content import overflow_message
@@ -82,7 +86,11 @@ class MemoryPreflight(CallbackBase):
             "float32[8, 3, 224, 224]", or "int64[8] = 128" where the step looks at the values.
         sample_batches: How many of the first batches of each loader to look at. The largest is estimated.
         stop_after: Whether to end the run after the verdict, before any training.
-        report_path: JSON file for the verdict, the estimate and the remedies.
+        report_path: File for the verdict, the estimate and the remedies: a page if it ends in ".html", a PyTorch
+            memory snapshot of the predicted run if it ends in ".pickle", else JSON.
+        probe: Whether to run real steps with one, two and a few samples where no step can be traced, and to judge
+            by these. Everything is put back afterwards.
+        calibrate: Whether to scale the estimate by what a MemoryMonitor measured in an earlier run of the model.
 
     Raises:
         ValueError: If the device is unknown, a size cannot be read, or an option is not one of its choices.
@@ -104,6 +112,8 @@ class MemoryPreflight(CallbackBase):
         sample_batches: int = 8,
         stop_after: bool = False,
         report_path: str | Path | None = None,
+        calibrate: bool = True,
+        probe: bool = False,
     ) -> None:
         super().__init__()
         choose_target(device, device_memory, torch.device("cpu"))
@@ -125,6 +135,8 @@ class MemoryPreflight(CallbackBase):
         self.sample_batches = sample_batches
         self.stop_after = stop_after
         self.report_path = report_path
+        self.calibrate = calibrate
+        self.probe = probe
         self.estimate: MemoryEstimate | None = None
         self.verdict: Verdict | None = None
         self.largest_batch_size: int | None = None
@@ -165,8 +177,9 @@ class MemoryPreflight(CallbackBase):
         estimate: MemoryEstimate | None = None
         plan: Callable[[], FitPlan] | None = None
         remarks: tuple[str, ...] = ()
-
         largest: LargestBatch | None = None
+        # A probe runs on one device.
+        probed_on = trainer.strategy.root_device.type if self.probe and not is_sharded(trainer) else None
 
         def trace(
             plan: Callable[[], FitPlan],
@@ -176,10 +189,14 @@ class MemoryPreflight(CallbackBase):
                 fit = plan()
                 judged = f"Judged in `{hook}` by {fit.batch}, for device `{fit.plan.device}`."
                 estimate = estimate_plan(fit.plan)
+                ratio = find_calibration(trainer, pl_module, estimate) if self.calibrate else 1.0
+                estimate = calibrated(estimate, ratio)
                 capacity_bytes = without_context
                 if target.total_bytes is None and capacity_bytes is not None:
                     capacity_bytes += estimate.outside_allocator_bytes
-                largest = self._find_largest_batch(fit.plan, estimate, capacity_bytes)
+                largest = self._find_largest_batch(
+                    replace(fit.plan, calibration=ratio), estimate, capacity_bytes
+                )
                 return estimate, largest, (judged, *fit.remarks)
 
         try:
@@ -189,13 +206,22 @@ class MemoryPreflight(CallbackBase):
             plan = functools.partial(
                 self._plan, trainer, pl_module, hook, _off_device(batch), target.estimate_for
             )
-            estimate, largest, remarks = isolated(functools.partial(trace, plan))
+            progress = Progress("MemoryPreflight traces the run") if trainer.is_global_zero else None
+            try:
+                estimate, largest, remarks = isolated(functools.partial(trace, plan), progress=progress)
+            except TraceError as refusal:
+                if not is_time_to_probe(hook, refusal, probed_on):
+                    raise
+                real = functools.partial(self._plan, trainer, pl_module, hook, batch, target.estimate_for)
+                estimate, remarks = probe_fit(trainer, pl_module, real, refusal, hook, skip=(trainer, self))
             finding = Finding(
                 estimate.minimum_device_bytes, target.capacity_bytes(estimate.outside_allocator_bytes)
             )
         except Exception as caught:
             error = caught
-            finding = Finding(problem=in_words(caught), next_hook=hook_after(hook, caught))
+            finding = Finding(
+                problem=in_words(caught), next_hook=hook_with_probe_after(hook, caught, probed_on)
+            )
         decision = merge(gather(finding), HOOKS)
         if estimate is not None and plan is not None and not decision.problem:
             self._next_hook = None
@@ -269,16 +295,12 @@ class MemoryPreflight(CallbackBase):
         )
         notes = [*remarks, *notes_on(trainer, estimate.device, verdict)]
         exceeded = verdict.status in ("tight", "overflow")
-        if exceeded and is_sharded(trainer):
-            verdict = judge(decision.need_bytes, None, when=hook, reason="the model is sharded, see below.")
-            exceeded = False
-        elif not is_sharded(trainer):
-            verdict = replace(verdict, largest_batch=_smallest(gather(largest)))
+        verdict = replace(verdict, largest_batch=_smallest(gather(largest)))
         self.estimate, self.verdict = estimate, verdict
         self.largest_batch_size = verdict.largest_batch.size if verdict.largest_batch else None
         remedies: tuple[Remedy, ...] = ()
-        if exceeded and self.remedies:
-            found = self._guarded("found no remedies", self._find_remedies, plan, estimate, verdict)
+        if exceeded and self.remedies and estimate.events is not None:  # What was measured cannot be traced.
+            found = self._guarded("found no remedies", self._find_remedies, trainer, plan, estimate, verdict)
             remedies = found or ()
         self._report(trainer, estimate, remedies, notes)
         if exceeded and self.on_overflow != "off":
@@ -304,16 +326,16 @@ class MemoryPreflight(CallbackBase):
             return None
 
     def _find_remedies(
-        self, plan: Callable[[], FitPlan], estimate: MemoryEstimate, verdict: Verdict
+        self, trainer: Trainer, plan: Callable[[], FitPlan], estimate: MemoryEstimate, verdict: Verdict
     ) -> tuple[Remedy, ...]:
         def search() -> tuple[Remedy, ...]:
             with unchanged():
                 capacity_bytes = verdict.capacity_bytes or 0
-                return suggest_remedies(
-                    plan().plan, estimate, capacity_bytes, safety_margin=self.safety_margin
-                )
+                given = replace(plan().plan, calibration=applied_ratio(estimate))
+                return suggest_remedies(given, estimate, capacity_bytes, safety_margin=self.safety_margin)
 
-        return isolated(search)
+        text = "MemoryPreflight looks for changes that would help"
+        return isolated(search, progress=Progress(text) if trainer.is_global_zero else None)
 
     def _report(
         self,
@@ -356,10 +378,11 @@ class MemoryPreflight(CallbackBase):
         if self.on_error == "raise":
             raise error
         if self.on_error == "warn":
+            measure = "" if self.probe else "let real steps be measured by `probe=True`, "
             rank_zero_warn(
                 f"`MemoryPreflight` could not estimate this run: {in_words(error)} "
                 f"{'It ends here' if self.stop_after else 'Training goes on'} without a verdict. "
-                "Give `batch_spec` if the batch is the obstacle, or hide this by `on_error='off'`."
+                f"Give `batch_spec` if the batch is the obstacle, {measure}or hide this by `on_error='off'`."
             )
         if self.stop_after:
             raise end_run(trainer)

@@ -208,18 +208,14 @@ class OutOfMemoryReport(CallbackBase):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        shortage = shortage_in(exception)
-        if shortage is None:
-            return
         try:
+            shortage = shortage_in(exception)
+            if shortage is None:
+                return
             self.report = self._examine(trainer, pl_module, exception, shortage)
-            with contextlib.suppress(AttributeError):  # Some exceptions take no attributes.
+            with contextlib.suppress(Exception):  # The user's own class may refuse attributes.
                 exception.memprec_report = self.report  # type: ignore[attr-defined]
-            text = f"{report_text(self.report)}\n  {self._write(trainer, self.report)}"
-            if sys.version_info >= (3, 11):
-                exception.add_note(text)  # Python prints it below the traceback.
-            else:
-                print(text, file=sys.stderr)
+            _show(exception, f"{report_text(self.report)}\n  {self._write(trainer, self.report)}")
         except Exception as error:
             _confess(trainer, error)
         finally:
@@ -247,6 +243,15 @@ class OutOfMemoryReport(CallbackBase):
         except OSError as error:
             return f"It could not be written to {path}: {error}."
         return f"In full: {path}"
+
+
+def _show(exception: BaseException, text: str) -> None:
+    """Write a note on an exception, which Python prints below the traceback; or print it."""
+    if sys.version_info >= (3, 11):
+        with contextlib.suppress(Exception):  # As above.
+            exception.add_note(text)
+            return
+    print(text, file=sys.stderr)
 
 
 def _confess(trainer: Trainer, error: Exception) -> None:

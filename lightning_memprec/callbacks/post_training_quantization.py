@@ -33,6 +33,7 @@ _CHOICES = {
     "degradation": ("relative", "absolute"),
     "source": ("best", "last", "averaged"),
     "format": ("compressed-tensors", "bitsandbytes"),
+    "batch_norm": ("keep", "fold", "retune"),
 }
 
 
@@ -58,7 +59,7 @@ class PostTrainingQuantization(CallbackBase):
 
     Args:
         method: "weight_only", "absmax", "zeropoint", "vectorwise", "llm_int8", "layer_wise", "gptq", "obq",
-            or a registered method.
+            "adaquant", "zeroquant", "brecq", or a registered method.
         dirpath: Folder for the export. By default that of the checkpoints, else the Trainer's root folder.
         filename: Name of the export: one file if it ends in ".safetensors", a Lightning checkpoint if it ends in
             ".ckpt", else a folder that Hugging Face Transformers can open if the model is one of its own.
@@ -75,7 +76,12 @@ class PostTrainingQuantization(CallbackBase):
             for "llm_int8", and to order layers by the error of their output where there is a limit.
         include: Names, patterns or classes of layers to quantize. By default all that can be.
         exclude: Names, patterns or classes of layers to leave in floating point.
-        scheme: Parts of the method to override, such as {"group_size": 64}.
+        scheme: Parts of the method to override, such as {"bits": 4, "group_size": 64}.
+        method_options: Options of a method that learns, such as {"act_order": true}.
+        mask: Key of the batch's mask, 1 for tokens and 0 for padding, which then does not count. By default
+            "attention_mask" where a batch has it.
+        batch_norm: "fold" lets convolutions take over the factors of the batch norms behind them first, "retune"
+            measures their statistics anew after quantization, "keep" leaves them.
 
     Raises:
         ValueError: If an argument is not one of its choices or out of range.
@@ -102,18 +108,22 @@ class PostTrainingQuantization(CallbackBase):
         include: list[str] | None = None,
         exclude: list[str] | None = None,
         scheme: dict[str, Any] | None = None,
+        method_options: dict[str, Any] | None = None,
+        mask: str | None = None,
+        batch_norm: Literal["keep", "fold", "retune"] = "keep",
     ) -> None:
         super().__init__()
         parts = [field.name for field in fields(Scheme)]
         unknown = [key for key in scheme or () if key not in parts]
         if unknown:
             raise ValueError(f"`scheme` has no parts {unknown}. Choose among: {', '.join(parts)}.")
-        resolve(method, scheme or {})
+        resolve(method, scheme or {}, method_options)
         for name, value in (
             ("mode", mode),
             ("degradation", degradation),
             ("source", source),
             ("format", format),
+            ("batch_norm", batch_norm),
         ):
             if value not in _CHOICES[name]:
                 raise ValueError(f"`{name}` must be one of {list(_CHOICES[name])}, got {value!r}.")
@@ -142,6 +152,9 @@ class PostTrainingQuantization(CallbackBase):
         self.include = include
         self.exclude = exclude
         self.scheme = dict(scheme or {})
+        self.method_options = dict(method_options or {})
+        self.mask = mask
+        self.batch_norm: Literal["keep", "fold", "retune"] = batch_norm
         self._reset()
 
     def _reset(self) -> None:

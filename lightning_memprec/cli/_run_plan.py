@@ -15,7 +15,9 @@ from lightning_memprec._master_options import master_options
 from lightning_memprec._prepare import prepare_copy
 from lightning_memprec._validation import plan_validation
 from lightning_memprec.cli._config import RunConfig, UsageError
+from lightning_memprec.cli._strategy import read_strategy
 from lightning_memprec.memory.plan import MasterOptions, TrainingPlan, ValidationPlan
+from lightning_memprec.memory.sharding.strategies import Strategy
 from lightning_memprec.memory.stand_in import trainer_stand_in
 
 __all__ = ["PlannedRun", "plan_run", "preflight_settings"]
@@ -28,12 +30,10 @@ class PlannedRun:
     Args:
         plan: The run.
         notes: Assumptions in words.
-        sharded: Whether the strategy splits the model over devices, which the estimate does not follow.
     """
 
     plan: TrainingPlan
     notes: tuple[str, ...]
-    sharded: bool
 
 
 def preflight_settings(config: RunConfig) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def plan_run(
     notes: list[str] = []
     if device is None:
         device = "cpu" if settings.get("accelerator") == "cpu" else "cuda"
-    strategy, sharded = _strategy(settings.get("strategy"))
+    strategy = read_strategy(settings.get("strategy"))
     precision, masters = _precision(settings)
     plan = TrainingPlan(
         module=config.build_model,
@@ -94,14 +94,9 @@ def plan_run(
         source = _data_source(config, trainer)
         batch = _read_batch(source, sample_batches, notes)
         validation = _read_validation(source, settings, sample_batches, notes)
-    if sharded:
-        notes.append(
-            f"Strategy `{strategy}` splits the model over devices. The figures are for one device without "
-            "splitting, so each needs less."
-        )
     prepare = functools.partial(prepare_copy, trainer=trainer, datamodule=trainer.datamodule)
     plan = replace(plan, batch=batch, validation=validation, trainer=trainer, prepare=prepare)
-    return PlannedRun(plan, tuple(notes), sharded)
+    return PlannedRun(plan, tuple(notes))
 
 
 @contextmanager
@@ -181,12 +176,6 @@ def _precision(settings: dict[str, Any]) -> tuple[str, MasterOptions]:
     return str(settings.get("precision") or "32-true"), MasterOptions()
 
 
-def _strategy(setting: Any) -> tuple[str, bool]:
-    name = setting.get("class_path", "") if isinstance(setting, dict) else str(setting or "auto")
-    name = name.rpartition(".")[2].removesuffix("Strategy").lower() or "auto"
-    return name, name.startswith(("fsdp", "deepspeed", "modelparallel"))
-
-
 def _at_least_one(settings: dict[str, Any], name: str) -> int:
     """Return a count of the Trainer's settings; the Trainer's own default is 1."""
     value = settings.get(name)
@@ -195,7 +184,7 @@ def _at_least_one(settings: dict[str, Any], name: str) -> int:
     return value or 1
 
 
-def _devices(setting: Any, strategy: str, notes: list[str]) -> int:
+def _devices(setting: Any, strategy: str | Strategy, notes: list[str]) -> int:
     if isinstance(setting, (list, tuple)):
         return len(setting)
     text = str(setting if setting is not None else "auto")
@@ -212,5 +201,7 @@ def _devices(setting: Any, strategy: str, notes: list[str]) -> int:
             "`devices: auto` is taken as 1. Several would add DDP's buckets, as large as the gradients."
         )
         return 1
-    notes.append(f"`devices: {text}` is taken as 2: one device needs the same whatever their number.")
+    notes.append(
+        f"`devices: {text}` is taken as 2. If more share the model, each needs less: name their number."
+    )
     return 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -22,7 +21,6 @@ __all__ = ["EXIT_CODES", "add_parser", "run"]
 
 EXIT_CODES = {"fits": 0, "overflow": 3, "tight": 4, "undetermined": 5}
 _USAGE = 2
-_LEAF = r"\w+\[[\d\s,]*\](?:\s*=\s*-?\d+(?:\.\d+)?)?"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,6 +68,12 @@ def add_parser(subparsers: Any) -> None:
     )
     add("--no-remedies", action="store_true", help="do not look for changes that would make it fit")
     add("--json", action="store_true", help="print JSON instead of a table")
+    add("--html", metavar="FILE", help="write the report as a page, too")
+    add(
+        "--snapshot",
+        metavar="FILE",
+        help="write the predicted run as a memory snapshot for https://pytorch.org/memory_viz, too",
+    )
     add("overrides", nargs="*", metavar="-- ARGUMENT", help="arguments for the LightningCLI")
 
 
@@ -92,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         return _judge(config, args)
     except UsageError as error:
         message = str(error)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, OSError) as error:
         message = as_options(error, args)
     print(f"lightning-memprec estimate: error: {message}", file=sys.stderr)
     return _USAGE
@@ -101,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
 def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     from lightning_memprec._batch import BatchUnavailableError, parse_batch_spec
     from lightning_memprec._errors import MemPrecError
+    from lightning_memprec._progress import Progress
+    from lightning_memprec.cli._batch_spec import read_batch_spec
     from lightning_memprec.cli._config import UsageError
     from lightning_memprec.cli._run_plan import plan_run, preflight_settings
     from lightning_memprec.memory.estimate import estimate_plan
@@ -112,7 +118,7 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     device = args.device or settings.get("device")
     capacity = _capacity(device, args.device_memory or settings.get("device_memory"))
     margin = args.safety_margin if args.safety_margin is not None else settings.get("safety_margin", 0.05)
-    spec = _batch_spec(args.batch_spec) if args.batch_spec else settings.get("batch_spec")
+    spec = read_batch_spec(args.batch_spec) if args.batch_spec else settings.get("batch_spec")
     sample_batches = (
         args.sample_batches if args.sample_batches is not None else settings.get("sample_batches", 8)
     )
@@ -123,7 +129,7 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
         parse_batch_spec(spec)
     try:
         # What the user's classes print does not belong into the report.
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), Progress("Tracing the run"):
             planned = plan_run(config, device=device, batch_spec=spec, sample_batches=sample_batches)
             estimate = estimate_plan(planned.plan)
     except UsageError:
@@ -139,16 +145,15 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     reason = "no capacity to judge against. Give `--device` or `--device-memory`." if capacity is None else ""
     need = estimate.minimum_device_bytes
     verdict = judge(need, capacity, safety_margin=margin, when="estimate", reason=reason)
-    if planned.sharded and verdict.status != "fits":
-        verdict = judge(need, None, when="estimate", reason="the model is sharded, see below.")
     remedies: tuple[Remedy, ...] = ()
     exceeded = verdict.status in ("tight", "overflow")
     budget = int((capacity or 0) * (1.0 - margin))
     if not args.no_remedies and (exceeded or (verdict.status == "fits" and has_room(need, budget))):
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), Progress("Looking for the largest batch that fits") as progress:
             largest = find_largest_batch(planned.plan, estimate, budget)
             verdict = replace(verdict, largest_batch=largest)
             if exceeded:
+                progress.say("Looking for changes that would help")
                 remedies = suggest_remedies(
                     planned.plan, estimate, capacity or 0, safety_margin=margin, thorough=True
                 )
@@ -166,20 +171,6 @@ def _capacity(device: str | None, device_memory: int | str | None) -> int | None
     return spec.memory_bytes if spec is not None else None
 
 
-def _batch_spec(text: str) -> Any:
-    import yaml
-
-    from lightning_memprec._batch import parse_batch_spec
-
-    try:
-        # Shapes hold brackets and commas, which YAML would read as lists: quote them for the user.
-        spec = yaml.safe_load(text if re.search("[\"']", text) else re.sub(_LEAF, r'"\g<0>"', text))
-    except yaml.YAMLError as error:
-        raise ValueError(f"Cannot read `--batch-spec` {text!r} as YAML: {error}") from error
-    parse_batch_spec(spec)
-    return spec
-
-
 def _print(
     args: argparse.Namespace,
     estimate: MemoryEstimate | None,
@@ -188,9 +179,14 @@ def _print(
     notes: tuple[str, ...],
 ) -> int:
     from lightning_memprec.report.content import verdict_sentence
-    from lightning_memprec.report.file import report_as_dict
+    from lightning_memprec.report.file import report_as_dict, write_text
+    from lightning_memprec.report.html import format_html
     from lightning_memprec.report.text import format_estimate
 
+    if args.html is not None:
+        write_text(args.html, format_html(estimate, verdict, remedies, notes))
+    if args.snapshot is not None and estimate is not None:
+        estimate.save_snapshot(args.snapshot)
     if args.json:
         print(json.dumps(report_as_dict(estimate, verdict, remedies, notes), indent=2))
     elif estimate is None:

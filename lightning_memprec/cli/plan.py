@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ __all__ = ["EXIT_CODES", "add_parser", "run"]
 
 EXIT_CODES = {"planned": 0, "nothing fits": 3, "undetermined": 5}
 _USAGE = 2
+# Fields of the axes by the arguments that fill them.
+_OPTION_OF = {"`batches`": "`batch`", "`sequences`": "`sequence`", "`device_counts`": "`num_devices`"}
+_AXES = re.compile("|".join(_OPTION_OF))
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
         return _plan(args)
     except UsageError as error:
         message = str(error)
-    except (ValueError, ModuleNotFoundError, BatchUnavailableError) as error:
-        message = as_options(error, args)
+    except (ValueError, OSError, ModuleNotFoundError, BatchUnavailableError) as error:
+        message = as_options(_AXES.sub(lambda match: _OPTION_OF[match[0]], str(error)), args)
     print(f"lightning-memprec plan: error: {message}", file=sys.stderr)
     return _USAGE
 
@@ -123,9 +127,12 @@ def _plan(args: argparse.Namespace) -> int:
     from lightning_memprec.cli._config import read_run_config
     from lightning_memprec.cli._run_plan import plan_run, preflight_settings
     from lightning_memprec.memory.planning import PlanAxes
+    from lightning_memprec.report.plan_table import check_picture
     from lightning_memprec.report.verdict import judge
 
     judge(None, None, safety_margin=args.safety_margin)
+    if args.plot is not None:
+        check_picture(args.plot)  # Before minutes of traces.
     axes = PlanAxes(
         batches=args.batch,
         sequences=args.sequence,
@@ -174,7 +181,7 @@ def _print(
     found: dict[str, list[PlanCell]],
     notes: tuple[str, ...],
 ) -> int:
-    from lightning_memprec.report.plan_table import format_plan, plan_as_dict, plot_plan
+    from lightning_memprec.report.plan_table import format_plan, plan_as_dict, save_picture
 
     columns = [(target.name, target.capacity_bytes, found[target.device]) for target in targets]
     if args.json:
@@ -182,8 +189,7 @@ def _print(
     else:
         print(format_plan(columns, axes.strategy, args.safety_margin, notes))
     if args.plot is not None:
-        figure = plot_plan(columns)
-        figure.savefig(args.plot)
+        save_picture(args.plot, columns)
     cells = [(cell, capacity) for _, capacity, cells in columns for cell in cells]
     if any(cell.fits(capacity, args.safety_margin) for cell, capacity in cells):
         return EXIT_CODES["planned"]
@@ -192,7 +198,7 @@ def _print(
 
 
 def _words(text: str) -> tuple[str, ...]:
-    words = tuple(part.strip() for part in text.split(",") if part.strip())
+    words = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not words:
         raise argparse.ArgumentTypeError("give at least one, separated by commas")
     return words

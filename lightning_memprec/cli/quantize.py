@@ -15,10 +15,11 @@ from lightning_memprec.cli._messages import refuse
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from lightning_memprec._files.checkpoint_files import Checkpoint
-    from lightning_memprec.quantization.streaming import Streamed
+    from lightning_memprec.quantization.progress import Progress
+    from lightning_memprec.quantization.streaming import Streamed, StreamedTensor
 
 __all__ = ["add_parser", "run"]
 
@@ -57,6 +58,12 @@ def add_parser(subparsers: Any) -> None:
         choices=METHODS,
         default="weight_only",
         help="default: weight_only; llm_int8 has no data here to keep exact outlier weights",
+    )
+    add(
+        "--bits",
+        type=int,
+        metavar="N",
+        help="width of the weights, 2 to 8, up to 4 of them packed; default: 8",
     )
     add("--group-size", type=int, metavar="N", help="weights of a channel that share a scale; default: all")
     add("--include", action="append", metavar="NAME", help="name, pattern or class of layers to quantize")
@@ -121,6 +128,7 @@ def _quantize(args: argparse.Namespace) -> list[str]:
         args.method,
         include=args.include or (["Linear"] if bnb else None),
         exclude=args.exclude,
+        bits=args.bits,
         group_size=args.group_size,
     )
     _write(out, target, module, streamed, args.format)
@@ -180,25 +188,34 @@ def _write(out: Path, target: Path, module: nn.Module, streamed: Streamed, forma
     from lightning_memprec._files.safetensors_writer import OutputTensor, write_safetensors
     from lightning_memprec.quantization.checkpoint import describe, foreign_config, model_config
     from lightning_memprec.quantization.checkpoint_io import METADATA_KEY
+    from lightning_memprec.quantization.compressed_tensors_format import stream_to_compressed_tensors
+    from lightning_memprec.quantization.progress import Progress
 
     config = describe(streamed.layers, format) | {"tied": streamed.tied}
     foreign = foreign_config(module, streamed.layers, format)
     if out == target:
         config["quantization_config"] = foreign
-    tensors = _under_bitsandbytes(streamed) if format == "bitsandbytes" else streamed.tensors
-    progress = _Progress(len(tensors))
-    output = {
-        name: OutputTensor(tensor.dtype, tensor.shape, progress.watch(name, tensor.read))
-        for name, tensor in tensors.items()
-    }
+    if format == "bitsandbytes":
+        tensors = _under_bitsandbytes(streamed)
+    else:
+        tensors = stream_to_compressed_tensors(module, streamed.tensors, streamed.layers)
     metadata = {"format": "pt", METADATA_KEY: json.dumps(config), **streamed.tied}
-    try:
-        with replacing(target) as file:
-            write_safetensors(file, output, metadata)
-    finally:
-        progress.end()
+    with Progress(len(tensors)) as progress, replacing(target) as file:
+        output = {
+            name: OutputTensor(tensor.dtype, tensor.shape, _watched(progress, name, tensor))
+            for name, tensor in tensors.items()
+        }
+        write_safetensors(file, output, metadata)
     if out != target:
         write_json(out / "config.json", model_config(module) | {"quantization_config": foreign})
+
+
+def _watched(progress: Progress, name: str, tensor: StreamedTensor) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        progress.step(name)
+        return tensor.read()
+
+    return read
 
 
 def _under_bitsandbytes(streamed: Streamed) -> dict[str, Any]:
@@ -207,36 +224,17 @@ def _under_bitsandbytes(streamed: Streamed) -> dict[str, Any]:
     unfit = [name for name, layer in streamed.layers.items() if not holds(layer)]
     if unfit:
         raise ValueError(
-            f"bitsandbytes cannot hold {unfit[:5]}: it knows linear layers with one scale a row, symmetric. Use"
-            " --format compressed-tensors."
+            f"bitsandbytes cannot hold {unfit[:5]}: it knows linear layers of 8 bits with one scale a row, symmetric."
+            " Use --format compressed-tensors."
         )
     return stream_to_bitsandbytes(streamed.tensors, streamed.layers)
 
 
-class _Progress:
-    """One line on a terminal; nothing elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-        self.visible = sys.stderr.isatty()
-
-    def watch(self, name: str, read: Callable[[], Any]) -> Callable[[], Any]:
-        def watched() -> Any:
-            self.done += 1
-            if self.visible:
-                print(f"\r\x1b[K{self.done}/{self.total} {name}", end="", file=sys.stderr, flush=True)
-            return read()
-
-        return watched
-
-    def end(self) -> None:
-        if self.visible:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def _summary(target: Path, streamed: Streamed) -> list[str]:
     size_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in streamed.tensors.values())
-    lines = [str(target), f"{len(streamed.layers)} layers in int8, {format_bytes(size_bytes)} in all"]
+    bits = next(iter(streamed.layers.values())).scheme.bits
+    what = "int8" if bits == 8 else f"{bits} bits"
+    lines = [str(target), f"{len(streamed.layers)} layers in {what}, {format_bytes(size_bytes)} in all"]
     if streamed.tied:
         lines.append("tied, written once: " + ", ".join(f"{a} = {name}" for a, name in streamed.tied.items()))
     lines += [f"left in floating point: {name} ({reason})" for name, reason in streamed.left.items()]

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 FORMATS = ("text", "html")
+# Endings of what is made elsewhere: a text under such a name would mislead.
+_NOT_MADE = {
+    ".pickle": "A memory snapshot needs the events of the trace, which a report does not hold. "
+    "Use `estimate --snapshot`.",
+    ".json": "This makes a page or a text, and no JSON. End the name in .html or .txt, or give `format`.",
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("file", metavar="FILE.json", help="the report, or an estimate alone")
     add("-o", "--out", metavar="FILE", help="file to write; default: standard output")
-    add("--format", choices=FORMATS, help="default: html where --out ends in .html, else text")
+    add("--format", choices=FORMATS, help="default: html where --out ends in .html or .htm, else text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from lightning_memprec.report.file import read_report, write_text
 
     try:
-        text = _text(read_report(args.file), _format(args))
+        form = _format(args)
+        text = _text(read_report(args.file), form)
         if args.out is not None:
             write_text(args.out, f"{text.rstrip()}\n")
     except (ValueError, OSError) as error:
@@ -57,14 +64,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace) -> str:
+    from lightning_memprec.report.file import PAGE_ENDINGS
+
+    if args.out is not None and Path(args.out).resolve() == Path(args.file).resolve():
+        raise ValueError(
+            f"{args.out!r} is the report itself, which would be lost. Name another file in `out`."
+        )
     if args.format is not None:
         return str(args.format)
     ending = Path(args.out or "").suffix.lower()
-    if ending == ".pickle":
-        raise ValueError(
-            "A memory snapshot needs the events of the trace, which a report does not hold. Use `estimate --snapshot`."
-        )
-    return "html" if ending in (".html", ".htm") else "text"
+    if ending in _NOT_MADE:
+        raise ValueError(_NOT_MADE[ending])
+    return "html" if ending in PAGE_ENDINGS else "text"
 
 
 def _text(report: Report, form: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_memprec._errors import DataDependentError
+from lightning_memprec.memory._collectives import COLLECTIVE_HANDLERS
 from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory._sparse import SPARSE_HANDLERS
 from lightning_memprec.memory.accumulation import sums_in_place
@@ -38,7 +39,7 @@ def _require(recorder: Recorder, tensor: Tensor, func: Any) -> Tensor:
         raise DataDependentError(
             f"`{func._opname}` makes a shape from values that depend on weights or on data"
             f"{f', at {location}' if location else ''}. A trace has shapes but no values. "
-            "Guard that line, or estimate with the closed form or a real probe.",
+            "Guard that line, or measure a few real steps (`probe_memory`, or `MemoryPreflight(probe=True)`).",
             location,
         )
     return value
@@ -221,6 +222,7 @@ def _add(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 HANDLERS: dict[str, Handler] = {
     **SPARSE_HANDLERS,
+    **COLLECTIVE_HANDLERS,
     "aten::add": _add,
     "aten::_local_scalar_dense": _item,
     "aten::equal": _answer,

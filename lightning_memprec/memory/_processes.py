@@ -40,7 +40,7 @@ def run_tasks(tasks: Sequence[Callable[[], T]], processes: int | None = None) ->
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(processes, context, initializer=_settle) as pool:
-            yield from pool.map(_run, range(len(tasks)))  # type: ignore[arg-type]
+            yield from pool.map(_run, range(len(tasks)))  # type: ignore[arg-type, misc]
     finally:
         _tasks = ()
 

@@ -63,11 +63,6 @@ def collect(
                     "github.com/pytorch/pytorch/issues/2895",
                 )
             )
-    if plan.strategy.startswith(("fsdp", "deepspeed", "modelparallel")):
-        notes.append(
-            Assumption(
-                "sharding", f"`{plan.strategy}` splits the model over devices: figures are for no splitting."
-            )
-        )
+    notes.extend(loop.engine.assumptions())
     notes.extend(loop.notes)
     return outside_bytes, tuple(notes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from lightning_memprec.memory.cpu_semantics import cpu_kernel_allocations, cpu_k
 from lightning_memprec.memory.cuda_recorder import CudaRecorder
 from lightning_memprec.memory.cuda_semantics import cuda_kernels, cuda_optimizer_defaults
 from lightning_memprec.memory.evaluation import validate
+from lightning_memprec.memory.events import MemoryEvents
 from lightning_memprec.memory.execution import execution_notes
 from lightning_memprec.memory.host import save_checkpoint, weights_bytes
 from lightning_memprec.memory.interpose import Interposer
@@ -32,18 +34,31 @@ from lightning_memprec.memory.loop import TrainingLoop
 from lightning_memprec.memory.master import cast_to_half
 from lightning_memprec.memory.meta_copy import meta_copy, move_to_meta
 from lightning_memprec.memory.modules import track_modules
+from lightning_memprec.memory.observe.residual import calibrated
 from lightning_memprec.memory.phases import with_outer_phases, with_reserved
 from lightning_memprec.memory.plan import TrainingPlan, ValidationLoader, ValidationPlan
 from lightning_memprec.memory.precision import PrecisionPolicy, resolve_precision
-from lightning_memprec.memory.redirect import DeviceRedirect, modules_moved_back, no_device_calls
+from lightning_memprec.memory.redirect import (
+    DeviceRedirect,
+    checkpoints_on_any_device,
+    modules_moved_back,
+    no_device_calls,
+)
 from lightning_memprec.memory.reserve import allocator_reserve
 from lightning_memprec.memory.result import HostMemory, MemoryEstimate
+from lightning_memprec.memory.sharding.build import engine_of, load
+from lightning_memprec.memory.sharding.engine import Engine
+from lightning_memprec.memory.sharding.offload import split_host
+from lightning_memprec.memory.sharding.strategies import Strategy, precision_under, resolve_strategy
 from lightning_memprec.memory.trace import Recorder
 
 __all__ = ["estimate_memory", "estimate_plan"]
 
 # Smallest block of the CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 _CUDA_BLOCK_BYTES = 512
+_LONGEST_QUOTE = (
+    500  # Characters of an error of the user's: some list every tensor. The whole one is its cause.
+)
 _SEMANTICS = Interposer("AutocastIPU")
 _DEFAULT_COMPUTE_CAPABILITY = (8, 0)
 
@@ -56,7 +71,7 @@ def estimate_memory(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     precision: str = "32-true",
     device: str = "cuda",
-    strategy: str = "auto",
+    strategy: str | Strategy = "auto",
     num_devices: int = 1,
     num_nodes: int = 1,
     accumulate_grad_batches: int = 1,
@@ -82,7 +97,8 @@ def estimate_memory(
             keywords, a sequence as positional arguments.
         precision: Lightning's name, or ``"bf16-master"``/``"16-master"``.
         device: ``"cuda"``, a name from the catalogue such as ``"A100-80GB"``, or ``"cpu"``.
-        strategy: Lightning's name of the strategy. Sharding is not modelled yet.
+        strategy: Lightning's name of the strategy, such as ``"ddp"``, ``"fsdp"`` or ``"deepspeed_stage_3"``, or its
+            options, see :mod:`~lightning_memprec.memory.sharding.strategies`. The figures are one device's share.
         num_devices: Devices per node.
         num_nodes: Number of nodes.
         accumulate_grad_batches: Micro-batches per optimizer step.
@@ -138,24 +154,27 @@ def estimate_memory(
 
 def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
     """Estimate a :class:`~lightning_memprec.memory.plan.TrainingPlan`; see :func:`estimate_memory`."""
-    policy = resolve_precision(plan.precision)
     _check(plan)
+    strategy = resolve_strategy(plan.strategy, plan.num_devices * plan.num_nodes)
+    policy = precision_under(strategy, resolve_precision(plan.precision))
+    load(strategy)
     spec = None if plan.device in ("cpu", "cuda") else find_device(plan.device)
     with _reported_faults(), _untouched_state():
-        recorder, module, loop, host = _trace(plan, policy, spec)
+        recorder, module, loop, host = _trace(plan, policy, spec, strategy)
+        events, host = _without_offloaded(recorder.events, loop.engine, host)
     on_cpu = plan.device == "cpu"
     granularity_bytes = 1 if on_cpu else _CUDA_BLOCK_BYTES
     analysis = analyse(
-        recorder.events,
+        events,
         granularity_bytes=granularity_bytes,
         module_types={name: type(child).__name__ for name, child in module.named_modules()},
     )
-    parameters = list(module.parameters())
+    trainable_parameters, total_parameters = loop.engine.count(module)
     outside_bytes, notes = _assumptions.collect(plan, spec, loop)
     phases, live = analysis.phases, analysis.peak_bytes
     allocated, reserved, minimum = live, live, live
     if not on_cpu:
-        reserve = allocator_reserve(recorder.events, live)
+        reserve = allocator_reserve(events, live)
         allocated, reserved, minimum = (
             reserve.peak_allocated_bytes,
             reserve.peak_reserved_bytes,
@@ -165,11 +184,11 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
         notes = (*notes, reserve.assumption)
     phases = with_outer_phases(
         phases,
-        recorder.events,
+        events,
         granularity_bytes=granularity_bytes,
         sanity_check=plan.validation is not None and plan.validation.sanity_check,
     )
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         minimum_reserved_bytes=minimum,
@@ -183,12 +202,24 @@ def estimate_plan(plan: TrainingPlan) -> MemoryEstimate:
         device=plan.device if spec is None else spec.name,
         precision=policy.name,
         steps=plan.steps,
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        total_parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=trainable_parameters,
+        total_parameters=total_parameters,
         host=host,
         # A copy: the module's own death, which follows, is no part of the run.
-        events=replace(recorder.events, order=list(recorder.events.order)),
+        events=replace(events, order=list(events.order)),
     )
+    return calibrated(estimate, plan.calibration)
+
+
+def _without_offloaded(
+    events: MemoryEvents, engine: Engine, host: HostMemory | None
+) -> tuple[MemoryEvents, HostMemory | None]:
+    """Move what is offloaded from the device to the host."""
+    on_host = engine.on_host(events)
+    if not on_host:
+        return events, host
+    events, offloaded_bytes = split_host(events, on_host)
+    return events, None if host is None else replace(host, offloaded_bytes=offloaded_bytes)
 
 
 def _validation_on(batch: Any) -> ValidationPlan | None:
@@ -211,13 +242,14 @@ def _check(plan: TrainingPlan) -> None:
 
 
 def _trace(
-    plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None
+    plan: TrainingPlan, policy: PrecisionPolicy, spec: DeviceSpec | None, strategy: Strategy | None
 ) -> tuple[Recorder, nn.Module, TrainingLoop, HostMemory | None]:
     on_cpu = plan.device == "cpu"
     capability = spec.compute_capability if spec is not None else _DEFAULT_COMPUTE_CAPABILITY
     recorder = Recorder(cpu_kernel_allocations) if on_cpu else CudaRecorder(capability)
-    redirect = DeviceRedirect("cpu" if on_cpu else "cuda", recorder.known)
-    autocast = AutocastEmulation("cpu" if on_cpu else "cuda")
+    device_type: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
+    redirect = DeviceRedirect(device_type, recorder.known)
+    autocast = AutocastEmulation(device_type)
     _SEMANTICS.use(cpu_kernels() if on_cpu else cuda_kernels(capability))
     with ExitStack() as stack:
         stack.callback(recorder.originals.put_back)
@@ -225,20 +257,19 @@ def _trace(
             stack.enter_context(cuda_optimizer_defaults())
         stack.enter_context(no_device_calls(capability))
         stack.enter_context(modules_moved_back())
+        stack.enter_context(checkpoints_on_any_device())
         stack.enter_context(autocast)
         stack.enter_context(_SEMANTICS.active())
         stack.enter_context(redirect)
         stack.enter_context(recorder)
-        module = _prepared_copy(plan, recorder)
+        engine = stack.enter_context(engine_of(strategy, plan, redirect.device, recorder, redirect))
+        module = _prepared_copy(plan, recorder, engine)
         setup_bytes = weights_bytes(module)
         if policy.parameter_dtype is not None:
             _convert(module, plan, policy.parameter_dtype, with_masters=policy.master_weights)
         recorder.restart()
-        for name, parameter in module.named_parameters():
-            recorder.mark(parameter, "parameters", name)
-        for name, buffer in module.named_buffers():
-            recorder.mark(buffer, "buffers", name)
-        loop = TrainingLoop(plan, module, recorder, policy, autocast, redirect.device)
+        engine.place(module, recorder)
+        loop = TrainingLoop(plan, module, recorder, policy, autocast, redirect.device, engine)
         with track_modules(module, recorder) as names:
             recorder.events.modules = names
             loop.configure()
@@ -263,7 +294,7 @@ def _convert(module: nn.Module, plan: TrainingPlan, dtype: torch.dtype, *, with_
         module.to(dtype)
 
 
-def _prepared_copy(plan: TrainingPlan, recorder: Recorder) -> nn.Module:
+def _prepared_copy(plan: TrainingPlan, recorder: Recorder, engine: Engine) -> nn.Module:
     if isinstance(plan.module, nn.Module):
         module = meta_copy(plan.module, recorder.meta_twin, plan.shared)
     else:
@@ -273,8 +304,10 @@ def _prepared_copy(plan: TrainingPlan, recorder: Recorder) -> nn.Module:
             raise TypeError(f"`module` must build an `nn.Module`, but returned a `{type(module).__name__}`.")
         if any(not p.is_meta for p in module.parameters()):
             module = meta_copy(module, recorder.meta_twin, plan.shared)
+    engine.prepare(module)
     if plan.prepare is not None:
-        plan.prepare(module)
+        with engine.building():
+            plan.prepare(module)
         move_to_meta(module, recorder.meta_twin)
     return module
 
@@ -288,10 +321,12 @@ def _reported_faults() -> Iterator[None]:
         raise
     except Exception as error:
         location = error_location(error)
+        said = textwrap.shorten(str(error), _LONGEST_QUOTE, placeholder=" …").rstrip(".")
         raise TraceError(
             f"The training step could not be traced because it raised {type(error).__name__}"
-            f"{f' at {location}' if location else ''}: {str(error).rstrip('.')}. "
-            "If the step runs on real tensors, estimate with the closed form or a real probe."
+            f"{f' at {location}' if location else ''}: {said}. "
+            "If the step runs on real tensors, measure a few real steps: `probe_memory`, or "
+            "`MemoryPreflight(probe=True)`."
         ) from error
 
 

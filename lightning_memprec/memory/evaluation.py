@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_memprec.memory.loop import TrainingLoop
     from lightning_memprec.memory.plan import ValidationLoader, ValidationPlan
 
-__all__ = ["validate"]
+__all__ = ["TimeLimit", "validate"]
 
 # The first batch makes what stays (states of metrics), so what the second adds is what every batch adds. The third
 # is traced with all that a whole validation keeps.
@@ -48,7 +48,7 @@ _FAST_PATH = Assumption(
 )
 
 
-class _TimeLimit(TorchFunctionMode):
+class TimeLimit(TorchFunctionMode):
     """Ends the block with an error when it has run for too long."""
 
     def __init__(self, limit_s: float) -> None:
@@ -76,7 +76,7 @@ def validate(loop: TrainingLoop, plan: ValidationPlan, *, time_limit_s: float = 
     if any(isinstance(child, _WITH_FAST_PATH) for child in loop.module.modules()):
         loop.note(_FAST_PATH)
     try:
-        with _validating(loop, plan), _TimeLimit(time_limit_s):
+        with _validating(loop, plan), TimeLimit(time_limit_s):
             loop.hook("on_validation_start")
             loop.hook("on_validation_epoch_start")
             for index, loader in enumerate(plan.loaders):
@@ -113,13 +113,16 @@ def _step(loop: TrainingLoop, batch: Any, index: int, loader: tuple[int, ...]) -
     if not loop.is_lightning:
         with loop.forward_context():
             loss = loop.plan.loss
-            call_with(loop.module, batch) if loss is None else loss(loop.module, batch)
+            if loss is None:
+                loop.engine.forward(loop, lambda batch: call_with(loop.module, batch), batch)
+            else:
+                loop.engine.forward(loop, lambda batch: loss(loop.module, batch), batch)
         return
     loop.hook("on_validation_batch_start", batch, index, *loader)
     step: Any = loop.module.validation_step
     arguments = (index, *loader) if takes_index(step) else ()
     with loop.forward_context():
-        output = step(batch, *arguments)
+        output = loop.engine.forward(loop, step, batch, *arguments)
     loop.hook("on_validation_batch_end", output, batch, index, *loader)
 
 
@@ -166,7 +169,8 @@ def _validating(loop: TrainingLoop, plan: ValidationPlan) -> Iterator[None]:
     if not loop.hook("on_validation_model_eval"):
         module.eval()
     try:
-        with torch.inference_mode() if plan.inference_mode else torch.no_grad():
+        inference_mode = plan.inference_mode and loop.engine.inference_mode
+        with torch.inference_mode() if inference_mode else torch.no_grad():
             yield
     finally:
         for child, training in modes.items():

@@ -204,5 +204,5 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     raise TraceError(
-        f"A tensor of layout {tensor.layout} cannot be traced. Use dense or COO tensors, or a real probe."
+        f"A tensor of layout {tensor.layout} cannot be traced. Use dense or COO tensors, or `probe_memory`."
     )

@@ -9,6 +9,7 @@ and writes into a buffer that holds the whole file before any of it reaches the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -66,10 +67,15 @@ def save_checkpoint(loop: TrainingLoop, setup_bytes: int) -> HostMemory | None:
     """
     loop.recorder.enter_phase("checkpoint_save", loop.step)
     try:
-        weights = tensors_in(loop.module.state_dict())
+        engine = loop.engine
+        weights = tensors_in(engine.weights(loop))
         states = tensors_in([optimizer.state_dict() for optimizer in loop.optimizers])
-        of_weights = _storages(weights, _with_masters(loop))
-        in_all = list({**_storages(states), **of_weights}.values())
+        of_weights = {
+            key: math.ceil(size_bytes * engine.weights_saved)
+            for key, size_bytes in _storages(weights, _with_masters(loop)).items()
+        }
+        of_states = {key: size * engine.states_saved for key, size in _storages(states).items()}
+        in_all = list({**of_states, **of_weights}.values())
     except Exception as error:
         loop.note(
             Assumption(
@@ -95,7 +101,8 @@ def save_checkpoint(loop: TrainingLoop, setup_bytes: int) -> HostMemory | None:
 def _storages(tensors: Iterable[Tensor], masters: frozenset[int] = frozenset()) -> dict[int, int]:
     """Return the size of every storage behind some tensors, by its identity; ``masters`` stand in for half weights."""
     sizes: dict[int, int] = {}
-    for tensor in tensors:
+    for whole in tensors:
+        tensor = getattr(whole, "_local_tensor", whole)  # A rank saves its shard.
         if not is_lazy(tensor) and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             key, size_bytes = storage._cdata, storage.nbytes()

@@ -33,6 +33,7 @@ from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import PrecisionPolicy
 from lightning_memprec.memory.result import Assumption
 from lightning_memprec.memory.services import ModuleServices, TracedOptimizer
+from lightning_memprec.memory.sharding.engine import Engine
 from lightning_memprec.memory.trace import Recorder
 from lightning_memprec.memory.tree import map_tensors, tensors_in
 
@@ -58,6 +59,7 @@ class TrainingLoop:
         policy: Precision of the run.
         autocast: Autocast of the estimated device.
         device: Device that user code believes in.
+        engine: Spreads the module over devices.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class TrainingLoop:
         policy: PrecisionPolicy,
         autocast: AutocastEmulation,
         device: torch.device,
+        engine: Engine | None = None,
     ) -> None:
         self.plan = plan
         self.module = module
@@ -75,6 +78,7 @@ class TrainingLoop:
         self.policy = policy
         self.autocast = autocast
         self.device = device
+        self.engine = engine or Engine()
         self.step = 0
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -93,8 +97,10 @@ class TrainingLoop:
             self.notes.append(assumption)
 
     def configure(self) -> None:
-        """Build the optimizers, as Lightning does after the module was moved to its device."""
+        """Spread the module over its devices, then build the optimizers, as Lightning does."""
         plan, module = self.plan, self.module
+        self.engine.wrap(self)
+        self.names |= {id(p): name for name, p in module.named_parameters()}
         if plan.optimizer is not None:
             self.optimizers = configured_optimizers(
                 plan.optimizer([p for p in module.parameters() if p.requires_grad])
@@ -105,36 +111,19 @@ class TrainingLoop:
             self.schedulers = configured_schedulers(configured)
         if plan.adapt_optimizer is not None:
             self.optimizers = [plan.adapt_optimizer(optimizer) for optimizer in self.optimizers]
+        self.engine.adapt(self)
         if hasattr(module, "training_step") and hasattr(module._trainer, "optimizers"):
             module._trainer.optimizers = list(self.optimizers)  # type: ignore[union-attr]
-        # Lightning's "auto" is DDP as soon as there are several devices.
-        is_ddp = plan.strategy.startswith(("ddp", "auto")) and plan.num_devices * plan.num_nodes > 1
-        if is_ddp:
-            self._add_ddp_buckets()
         if self.policy.master_weights:
             self.masters = MasterWeights(
                 self.optimizers,
                 self.recorder,
                 self.names,
                 plan.masters,
-                alone=not is_ddp,
+                alone=self.engine.world_size == 1,
                 on_cpu=plan.device == "cpu",
             )
         self._mark_states()
-
-    def _add_ddp_buckets(self) -> None:
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        size_bytes = sum(p.numel() * p.element_size() for p in trainable)
-        self._buckets = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        self.recorder.mark(self._buckets, "workspaces")
-        self.note(
-            Assumption(
-                "ddp_buckets",
-                "DDP keeps communication buckets as large as the gradients. `gradient_as_bucket_view=True` saves them.",
-                "torch/csrc/distributed/c10d/reducer.cpp",
-                size_bytes,
-            )
-        )
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -161,7 +150,7 @@ class TrainingLoop:
             if micro_batch == self.plan.accumulate_grad_batches - 1 and self.optimizers:
                 self._automatic_step(index, closure)
             else:
-                with torch.enable_grad():
+                with torch.enable_grad(), self.engine.synchronized(not self.optimizers):
                     closure()
         self.hook("on_train_batch_end", outputs[-1] if outputs else None, batch, index)
 
@@ -211,12 +200,15 @@ class TrainingLoop:
     def _training_step(self, batch: Any, index: int) -> Any:
         self.recorder.enter_phase("forward", self.step)
         with self.forward_context():
-            if self.plan.loss is not None:
-                return self.plan.loss(self.module, batch)
-            if not self.is_lightning:
-                return default_loss(call_with(self.module, batch))
-            training_step: Any = self.module.training_step
-            return training_step(batch, index) if takes_index(training_step) else training_step(batch)
+            return self.engine.forward(self, self._loss_of, batch, index)
+
+    def _loss_of(self, batch: Any, index: int) -> Any:
+        if self.plan.loss is not None:
+            return self.plan.loss(self.module, batch)
+        if not self.is_lightning:
+            return default_loss(call_with(self.module, batch))
+        training_step: Any = self.module.training_step
+        return training_step(batch, index) if takes_index(training_step) else training_step(batch)
 
     def _closure(self, batch: Any, index: int, micro_batch: int, outputs: list[Any]) -> Tensor | None:
         output = self._training_step(batch, index)
@@ -249,11 +241,13 @@ class TrainingLoop:
         if self.policy.loss_scaling:
             loss = loss * torch.full((), 65536.0, device=loss.device)
         self.hook("on_before_backward", loss)
+        self.engine.before_backward(self, loss)
         self.recorder.enter_phase("backward", self.step)
         if not self.hook("backward", loss, *args, **kwargs):
             loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.masters is not None:
             self.masters.after_backward()
+        self.engine.after_backward(self)
         self.hook("on_after_backward")
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
@@ -293,11 +287,13 @@ class TrainingLoop:
                 result = optimizer.step(traceable)
         if self.masters is not None:
             self.masters.write_back(optimizer)
+        self.engine.after_step(self, optimizer)
         self._mark_states()
         return result
 
     def _before_update(self, optimizer: Optimizer) -> None:
         self.recorder.enter_phase("optimizer_step", self.step)
+        self.engine.before_step(self, optimizer)
         if self.masters is not None:
             self.masters.prepare(optimizer)
         self.hook("on_before_optimizer_step", optimizer)
@@ -339,6 +335,7 @@ class TrainingLoop:
         storages = self.recorder.events.storages
         for optimizer in self.optimizers:
             for parameter, tensor in state_tensors(optimizer):
+                tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded state
                 if not tensor.is_meta or tensor.layout is not torch.strided:
                     continue
                 index = self.recorder.register(tensor)

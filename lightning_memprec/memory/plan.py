@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from lightning_memprec.memory.sharding.strategies import Strategy
+
 __all__ = ["MasterOptions", "TrainingPlan", "ValidationLoader", "ValidationPlan"]
 
 
@@ -73,7 +75,7 @@ class TrainingPlan:
         precision: Lightning's name of the precision, or ``"bf16-master"``/``"16-master"``.
         masters: Options of the two with FP32 masters.
         device: ``"cuda"``, ``"cpu"`` or a name from the catalogue.
-        strategy: Lightning's name of the strategy.
+        strategy: Lightning's name of the strategy, or its options.
         num_devices: Devices per node.
         num_nodes: Nodes.
         accumulate_grad_batches: Micro-batches per optimizer step.
@@ -86,6 +88,7 @@ class TrainingPlan:
         trainer: What the copy sees as ``self.trainer``; ``None`` gives a stand-in.
         adapt_optimizer: Maps each optimizer to the one to trace in its place; used to try remedies.
         shared: Objects that the copy shares with the module instead of copying them.
+        calibration: Measured by traced memory of an earlier run, by which the estimate is scaled.
     """
 
     module: nn.Module | Callable[[], nn.Module]
@@ -95,7 +98,7 @@ class TrainingPlan:
     precision: str = "32-true"
     masters: MasterOptions = MasterOptions()
     device: str = "cuda"
-    strategy: str = "auto"
+    strategy: str | Strategy = "auto"
     num_devices: int = 1
     num_nodes: int = 1
     accumulate_grad_batches: int = 1
@@ -107,3 +110,4 @@ class TrainingPlan:
     trainer: Any = None
     adapt_optimizer: Callable[[Optimizer], Optimizer] | None = None
     shared: tuple[object, ...] = ()
+    calibration: float = 1.0

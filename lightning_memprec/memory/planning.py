@@ -21,6 +21,7 @@ from lightning_memprec.memory.sharding.strategies import resolve_strategy
 
 __all__ = ["PlanAxes", "PlanCell", "fewest_devices", "plan_cells", "with_recipe"]
 
+_LIMIT = 2**63  # torch's sizes have 64 bits.
 _OPTIONS = ("checkpointing", "8bit", "fused", "lora")
 
 
@@ -45,9 +46,9 @@ class PlanAxes:
 
     def __post_init__(self) -> None:
         for name in ("batches", "sequences", "device_counts"):
-            wrong = [value for value in getattr(self, name) if value < 1]
+            wrong = [value for value in getattr(self, name) if not 1 <= value < _LIMIT]
             if wrong:
-                raise ValueError(f"`{name}` must be at least 1, got {wrong[0]}.")
+                raise ValueError(f"`{name}` must be at least 1 and below 2^63, got {wrong[0]}.")
         for recipe in self.recipes:
             unknown = [option for option in recipe.split("+")[1:] if option not in _OPTIONS]
             if unknown:
@@ -185,7 +186,10 @@ class _Row:
     def _traced(self, cell: PlanCell) -> PlanCell:
         try:
             need = estimate_plan(self._plan(cell.batch)).minimum_device_bytes
-        except MemPrecError as error:
+        except (
+            MemPrecError,
+            RuntimeError,
+        ) as error:  # Of a batch whose bytes pass 64 bits torch makes no tensor.
             return replace(cell, need_bytes=None, basis="refused", reason=str(error))
         return replace(cell, need_bytes=need, basis="traced")
 

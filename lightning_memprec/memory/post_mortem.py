@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,7 +39,10 @@ _FIGURES = {
 }
 _PRIVATE_POOLS = rf"with {_SIZE} allocated in private pools"
 _OTHER_PROCESS = rf"Process \d+ has {_SIZE} memory in use"
+_LIMITED = "it would exceed per_process_memory_fraction limit"
 _GPU = r"GPU (\d+) has a total capacity"
+
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # From Python 3.11 on.
 
 # What each message begins with or holds, and the device that ran out.
 _SIGNS = (
@@ -47,9 +52,13 @@ _SIGNS = (
     ("HIP out of memory", "cuda"),
     ("CUDA error: out of memory", "cuda"),
     ("CUDA ran out of memory outside PyTorch's allocator", "cuda"),
-    ("CUBLAS_STATUS_ALLOC_FAILED", "cuda"),
+    ("MKL error: SPARSE_STATUS_ALLOC_FAILED", "cpu"),
+    ("_ALLOC_FAILED", "cuda"),  # The last part of a code of cuBLAS, cuSOLVER, cuSPARSE, cuFFT, cuDNN.
+    ("_DEVICE_ALLOCATION_FAILED", "cuda"),
+    ("Cuda failure 2 'out of memory'", "cuda"),  # NCCL's own allocations.
     ("DefaultCPUAllocator: can't allocate memory", "cpu"),
     ("DefaultCPUAllocator: not enough memory", "cpu"),
+    ("Cannot allocate memory (12)", "cpu"),  # Mapping a file, or shared memory of a data loader.
 )
 
 
@@ -69,6 +78,7 @@ class MemoryShortage:
         allocated_bytes: What PyTorch's tensors held.
         cached_bytes: What PyTorch's allocator held beyond that.
         private_pools_bytes: What of the tensors' memory CUDA graphs keep to themselves.
+        is_limited: Whether the error says that a limit on this process stopped it, without telling the limit.
     """
 
     device_type: str
@@ -82,6 +92,7 @@ class MemoryShortage:
     allocated_bytes: int | None = None
     cached_bytes: int | None = None
     private_pools_bytes: int | None = None
+    is_limited: bool = False
 
     @property
     def device(self) -> str:
@@ -109,6 +120,8 @@ class MemoryShortage:
         Before PyTorch gives up it returns every segment of its cache that no tensor uses. What is cached then lies in
         pieces between tensors: if these would have been enough, fragmentation is to blame.
         """
+        if self.is_limited:
+            return "limit"
         missing = self.missing_bytes
         if missing is None or self.requested_bytes is None:
             return "unknown"
@@ -143,27 +156,45 @@ def shortage_in(error: BaseException) -> MemoryShortage | None:
     for link in _chain(error):
         device_type = _device_type(link)
         if device_type is not None:
-            return _read(str(link), device_type)
+            return _read(_text_of(link), device_type)
     return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, the errors in it if it is a group, and those that it was raised from."""
     seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
+    waiting = [error]
+    while waiting:
+        link = waiting.pop(0)
+        if id(link) in seen:
+            continue
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        before = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        waiting += [] if before is None else [before]
+        if isinstance(link, _GROUPS):
+            waiting += link.exceptions
 
 
 def _device_type(error: BaseException) -> str | None:
-    text = str(error)
+    text = _text_of(error)
+    if (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):  # No process to be had, no pages to be mapped.
+        return "cpu"
     for sign, device_type in _SIGNS:
         if sign in text and isinstance(error, RuntimeError):
             return device_type
     if isinstance(error, torch.OutOfMemoryError):
         return "cuda"
     return "cpu" if isinstance(error, MemoryError) else None
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # The user's own class may fail to print itself.
+        return ""
 
 
 def _read(text: str, device_type: str) -> MemoryShortage:
@@ -180,6 +211,7 @@ def _read(text: str, device_type: str) -> MemoryShortage:
         device_index=int(gpu[1]) if gpu else None,
         others_bytes=others,
         private_pools_bytes=_first((_PRIVATE_POOLS,), text),
+        is_limited=_LIMITED in text,
         **figures,
     )
 

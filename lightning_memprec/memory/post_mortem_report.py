@@ -77,7 +77,8 @@ class BatchHistory:
             )
         ordered = sorted(self._sizes)
         if ordered[0] == size == ordered[-1]:
-            return f"{text}: as large as all {len(ordered)} before."
+            before = f"all {len(ordered)}" if len(ordered) > 1 else "the one"
+            return f"{text}: as large as {before} before."
         share = bisect_left(ordered, size) / len(ordered)
         return (
             f"{text}: larger than {share * 100:.0f} % of {len(ordered)} before; the largest, {self.largest_text}, "
@@ -201,6 +202,8 @@ def _remedies(report: PostMortem) -> list[str]:
 def _cause(report: PostMortem) -> str:
     s = report.shortage
     asked = f"{format_bytes(s.requested_bytes)} asked for" if s.requested_bytes is not None else ""
+    if s.is_limited:
+        return f"{asked}: a limit on this process stops it (`set_per_process_memory_fraction`). Raise it."
     if s.missing_bytes is None:
         return f"{asked}; the error tells no more." if asked else "the error tells no figures."
     asked += f", {format_bytes(s.free_bytes or 0)} free"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memprec._devices import find_device
@@ -30,7 +31,7 @@ from lightning_memprec.memory.precision import PrecisionPolicy, resolve_precisio
 from lightning_memprec.memory.probe_batch import cut, samples_in, with_contents
 from lightning_memprec.memory.probe_fit import Measurement, extrapolate, is_settled
 from lightning_memprec.memory.probe_meter import CpuMeter, CudaMeter, Watch
-from lightning_memprec.memory.probe_restore import untouched, untouched_optimizers
+from lightning_memprec.memory.probe_restore import parts_of, untouched, untouched_optimizers
 from lightning_memprec.memory.probe_result import measured_estimate
 from lightning_memprec.memory.result import MemoryEstimate
 from lightning_memprec.memory.tree import tensors_in
@@ -148,7 +149,17 @@ def _check(plan: TrainingPlan, policy: PrecisionPolicy, batch: Any, batch_size: 
     for name, least in (("steps", 1), ("accumulate_grad_batches", 1)):
         if getattr(plan, name) < least:
             raise ValueError(f"`{name}` must be at least {least}, got {getattr(plan, name)!r}.")
-    samples = samples_in(batch)
+    lazy = [name for name, parameter in plan.module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"`{lazy[0]}` has no shape yet, to which a probe could put it back. Run one forward pass first."
+        )
+    return _wanted_size(samples_in(batch), batch_size)
+
+
+def _wanted_size(samples: int | None, batch_size: int | None) -> int | None:
+    if samples == 0:
+        raise ValueError("The batch has no samples. Pass one with at least one.")
     if batch_size is None:
         return samples
     if batch_size < 1 or samples is None:
@@ -171,16 +182,18 @@ def _measure_sizes(
         return [_measure(plan, policy, device, 1)]
     deadline = time.monotonic() + time_limit_s
     points: list[Measurement] = []
+    refusal: TraceError | None = None
     for size in _sizes(min(wanted, samples_in(plan.batch) or 1)):
         started = time.monotonic()
         try:
             points.append(_measure(plan, policy, device, size))
-        except TraceError:
-            if size == 1 and wanted > 1:
-                continue  # Batch norm refuses a single sample.
-            if not points:
-                raise
-            break
+        except TraceError as error:
+            if points or (refusal and time.monotonic() > deadline):
+                break
+            refusal = (
+                error  # Batch norm refuses one sample; a state kept between steps all sizes but its own.
+            )
+            continue
         except torch.OutOfMemoryError as error:
             if not points:
                 raise TraceError(
@@ -190,6 +203,8 @@ def _measure_sizes(
         now = time.monotonic()
         if is_settled(points, wanted) or (len(points) >= 2 and now + 2 * (now - started) > deadline):
             break
+    if not points and refusal is not None:
+        raise refusal
     return points
 
 
@@ -201,7 +216,7 @@ def _measure(plan: TrainingPlan, policy: PrecisionPolicy, device: torch.device, 
     """Run the steps of a plan for real with some samples; leave everything as it was."""
     module = plan.module
     assert isinstance(module, nn.Module)
-    with _reported_faults(size), unchanged(), untouched(module):
+    with _reported_faults(size), unchanged(), untouched(module, plan.optimizer):
         for parameter in module.parameters():  # First: `to` would change the gradients themselves.
             parameter.grad = None
         if plan.prepare is not None:
@@ -267,8 +282,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages behind tensors, each counted once."""
     storages = {}
     for tensor in tensors:
-        dense = [tensor] if tensor.layout is torch.strided else [tensor._indices(), tensor._values()]
-        for part in dense:
+        for part in parts_of(tensor):
             storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
 
@@ -282,7 +296,7 @@ def _ordinary_state(device: torch.device) -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")  # The real run gives the user's own warnings, once.
             yield
     finally:

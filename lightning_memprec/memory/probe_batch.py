@@ -37,7 +37,7 @@ def cut(batch: Any, wanted: int) -> Any:
     if size is None or wanted >= size:
         return map_tensors(_copy, batch)
     if not _sample_lists(batch):
-        return map_tensors(_copy, resized(batch, size, wanted))
+        return map_tensors(_copy, _without_entries(resized(batch, size, wanted), size, wanted))
     if isinstance(batch, Mapping):
         return map_tensors(_copy, {key: value[:wanted] for key, value in batch.items()})
     return map_tensors(_copy, type(batch)([value[:wanted] for value in batch]))
@@ -46,6 +46,23 @@ def cut(batch: Any, wanted: int) -> Any:
 def with_contents(batch: Any) -> Any:
     """Give tensors that have none (those of a batch in words) the contents 0, which are valid indices and classes."""
     return map_tensors(lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t, batch)
+
+
+def _without_entries(batch: Any, size: int, wanted: int) -> Any:
+    """Cut the lists of a batch that hold one plain entry a sample, such as texts or names of files."""
+    fields = (
+        list(batch.items()) if isinstance(batch, dict) else list(enumerate(batch)) if _is_plain(batch) else []
+    )
+    kept = [
+        (k, v[:wanted] if _is_plain(v) and len(v) == size and not tensors_in(v) else v) for k, v in fields
+    ]
+    if isinstance(batch, dict):
+        return dict(kept)
+    return type(batch)(value for _, value in kept) if fields else batch
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (list, tuple)
 
 
 def _copy(tensor: Tensor) -> Tensor:

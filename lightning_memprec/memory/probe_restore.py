@@ -2,41 +2,93 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_memprec._isolation import _reachable as reachable
 from lightning_memprec._isolation import refill, unchanged
 from lightning_memprec.memory.originals import Originals
 from lightning_memprec.memory.tree import tensors_in
 
-__all__ = ["all_tensors", "untouched", "untouched_optimizers"]
+__all__ = ["parts_of", "untouched", "untouched_optimizers"]
 
 # Hooks that user code hangs on parameters, for example to step inside the backward pass.
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def all_tensors(module: nn.Module) -> list[Tensor]:
-    """List the parameters, the buffers, and the tensors in other attributes of a module and its children, each once."""
-    found: dict[int, Tensor] = {}
-    for child in module.modules():
-        others = [value for name, value in vars(child).items() if name not in ("_parameters", "_buffers")]
-        kept = [tensor for value in others if _may_hold_tensors(value) for tensor in _tensors_or_none(value)]
-        named = [*child._parameters.values(), *child._buffers.values()]
-        for tensor in (*named, *kept):
-            if tensor is not None and not is_lazy(tensor):
-                found.setdefault(id(tensor), tensor)
-    return list(found.values())
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor, or the strided tensors of which a sparse one is made."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # Layouts of other libraries, such as that of oneDNN, show no storage.
 
 
-def _may_hold_tensors(value: Any) -> bool:
-    return isinstance(value, (Tensor, list, tuple, dict))
+@dataclass
+class _Belongings:
+    """What user code can reach from a module while it trains it.
+
+    Args:
+        modules: The module, its children, and those kept in lists and objects, as teachers and averages are.
+        tensors: Parameters, buffers, and tensors in attributes, containers and objects, each once.
+        optimizers: Optimizers that are there already.
+        others: Containers, and arrays in memory.
+    """
+
+    modules: list[nn.Module]
+    tensors: list[Tensor]
+    optimizers: list[Optimizer]
+    others: list[Any]
+
+
+def _belongings_of(roots: Iterable[object], skip: Iterable[object]) -> _Belongings:
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, Tensor] = {}
+    optimizers: dict[int, Optimizer] = {}
+    others: dict[int, Any] = {}
+    waiting = list(roots)
+    for root in waiting:  # Grows while it is read.
+        if id(root) in modules:
+            continue
+        if isinstance(root, nn.Module):
+            modules[id(root)] = root
+        # Each module for itself: the bounds of the search are those of a single object.
+        for item in (*reachable((root,), skip), *(_tensors_in_attributes(root))):
+            if isinstance(item, nn.Module):
+                waiting.append(item)
+            elif isinstance(item, Tensor) and not (is_lazy(item) or item.is_meta):
+                tensors[id(item)] = item
+            elif isinstance(item, Optimizer):
+                optimizers[id(item)] = item
+            elif _is_container(item):
+                others[id(item)] = item
+    found = (modules, tensors, optimizers, others)
+    return _Belongings(*(list(items.values()) for items in found))  # type: ignore[arg-type]
+
+
+def _tensors_in_attributes(root: object) -> list[Tensor]:
+    """Look into long lists too, at which the search for Python state stops."""
+    if not isinstance(root, nn.Module):
+        return []
+    named = [*root._parameters.values(), *root._buffers.values()]
+    values = [value for value in vars(root).values() if isinstance(value, (list, tuple, dict))]
+    kept = [tensor for value in values for tensor in _tensors_or_none(value)]
+    return [tensor for tensor in (*named, *kept) if tensor is not None]
 
 
 def _tensors_or_none(value: Any) -> list[Tensor]:
@@ -46,29 +98,66 @@ def _tensors_or_none(value: Any) -> list[Tensor]:
         return []
 
 
+def _is_container(item: object) -> bool:
+    if type(item) in (list, dict) or isinstance(item, (set, deque, bytearray)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and isinstance(item, numpy.ndarray)
+        and not isinstance(item, numpy.memmap)  # That is a file.
+        and item.flags.writeable
+    )
+
+
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module, *more: object) -> Iterator[None]:
     """Undo whatever the block does to a module: it may train it, move it, convert it, hook it.
 
     Put back are contents, devices and dtypes of its tensors, gradients, ``requires_grad``, modes, hooks and attributes,
-    and all random generators. Contents are kept on the host meanwhile. What user code writes to files stays written.
+    and all random generators; the same for modules, tensors, arrays and containers that its attributes lead to.
+    Contents are kept on the host meanwhile. What user code writes to files stays written, and an iterator that was
+    read stays where it is.
 
     Args:
         module: Module that the block runs.
+        more: Other objects whose state to protect, such as a function that returns an optimizer.
     """
+    skip = [vars(module).get(name) for name in ("_trainer", "_fabric")]
+    own = _belongings_of((module, *more), skip)
+    skip += [optimizer.state for optimizer in own.optimizers]  # These are put back here.
     with ExitStack() as stack:
         contents = Originals()
-        tensors = all_tensors(module)
-        gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-        contents.save([*tensors, *gradients])
+        gradients = [tensor.grad for tensor in own.tensors if tensor.is_leaf and tensor.grad is not None]
+        contents.save(part for tensor in (*own.tensors, *gradients) for part in parts_of(tensor))
         # The order matters: tensors first get their own storages back, then these their contents.
         stack.callback(contents.put_back)
-        for tensor in tensors:
+        for tensor in own.tensors:
             stack.callback(_undo_tensor(tensor))
-        for child in module.modules():
+        for child in own.modules:
             stack.callback(_undo_module(child))
-        stack.enter_context(unchanged(module))
+        for other in own.others:
+            stack.callback(_undo_other(other))
+        stack.enter_context(untouched_optimizers(own.optimizers))
+        stack.enter_context(unchanged(module, *more, skip=skip))
         yield
+
+
+def _undo_other(item: Any) -> Callable[[], None]:
+    """Remember the entries of a container or an array."""
+    before = item.copy()
+
+    def undo() -> None:
+        if isinstance(item, (dict, set)):
+            item.clear()
+            item.update(before)
+        elif isinstance(item, (list, deque, bytearray)):
+            item.clear()
+            item.extend(before)
+        else:
+            item[...] = before
+
+    return undo
 
 
 def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
@@ -96,10 +185,11 @@ def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
 
 
 def _is_same(tensor: Tensor, data: Tensor) -> bool:
-    return (
-        (tensor.dtype, tensor.device, tensor.shape) == (data.dtype, data.device, data.shape)
-        and tensor.stride() == data.stride()
-        and tensor.data_ptr() == data.data_ptr()
+    if (tensor.dtype, tensor.device, tensor.layout) != (data.dtype, data.device, data.layout):
+        return False
+    pairs = list(zip(parts_of(tensor), parts_of(data), strict=True))
+    return tensor.shape == data.shape and all(
+        a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr() for a, b in pairs
     )
 
 
@@ -133,12 +223,19 @@ def untouched_optimizers(optimizers: list[Optimizer]) -> Iterator[None]:
         contents = Originals()
         stack.callback(contents.put_back)
         for optimizer in optimizers:
-            states = {key: copy.copy(state) for key, state in optimizer.state.items()}
+            states = {key: _copied(state) for key, state in optimizer.state.items()}
             groups = [dict(group) for group in optimizer.param_groups]
             for state in states.values():
-                contents.save(_tensors_or_none(state))
+                contents.save(part for tensor in _tensors_or_none(state) for part in parts_of(tensor))
             stack.callback(functools.partial(_put_back, optimizer, states, groups))
         yield
+
+
+def _copied(state: Any) -> Any:
+    """Copy the dictionaries and lists of a state, such as the history of LBFGS, but not its tensors."""
+    if type(state) is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if type(state) is list else state
 
 
 def _put_back(optimizer: Optimizer, states: dict[Any, Any], groups: list[dict[str, Any]]) -> None:

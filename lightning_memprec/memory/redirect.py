@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -17,7 +18,7 @@ from lightning_memprec._errors import DataDependentError
 from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory.known import KnownValues
 
-__all__ = ["DeviceRedirect", "modules_moved_back", "no_device_calls"]
+__all__ = ["DeviceRedirect", "checkpoints_on_any_device", "modules_moved_back", "no_device_calls"]
 
 _META = torch.device("meta")
 
@@ -70,6 +71,21 @@ def no_device_calls(compute_capability: tuple[int, int]) -> Iterator[None]:
     finally:
         for target, name, original in saved:
             setattr(target, name, original)
+
+
+@contextmanager
+def checkpoints_on_any_device() -> Iterator[None]:
+    """Let activation checkpointing compare what it recomputes by shape and dtype only.
+
+    Hooks of saved tensors run inside or outside of a :class:`DeviceRedirect`, and are told another device each time.
+    """
+    checks: dict[str, Any] = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    saved = checks["default"]
+    checks["default"] = lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}
+    try:
+        yield
+    finally:
+        checks["default"] = saved
 
 
 @contextmanager
@@ -247,7 +263,7 @@ class DeviceRedirect(TorchFunctionMode):
             raise DataDependentError(
                 f"The step reads a tensor's contents with `.{func.__name__}()`{f' at {location}' if location else ''}, "
                 "but they depend on weights or on data. A trace has shapes but no values. "
-                "Guard that line, or estimate with the closed form or a real probe.",
+                "Guard that line, or measure a few real steps (`probe_memory`, or `MemoryPreflight(probe=True)`).",
                 location,
             )
         return func(value, *args[1:], **kwargs)

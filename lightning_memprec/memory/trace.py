@@ -253,6 +253,7 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         raise DataDependentError(
             "The step asks for the value of a tensor that depends on weights or on data"
             f"{f', at {location}' if location else ''} (`.item()`, `if tensor:`, `float(tensor)` or the like). "
-            "A trace has shapes but no values. Guard that line, or estimate with the closed form or a real probe.",
+            "A trace has shapes but no values. Guard that line, or measure a few real steps (`probe_memory`, or "
+            "`MemoryPreflight(probe=True)`).",
             location,
         )

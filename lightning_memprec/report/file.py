@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memprec._files.atomic import replacing, write_json
-from lightning_memprec._plain import read_plain
+from lightning_memprec._plain import read_json, read_plain
 from lightning_memprec.memory.result import MemoryEstimate, Remedy
 from lightning_memprec.report.html import format_html
 from lightning_memprec.report.verdict import Verdict
@@ -16,9 +15,18 @@ from lightning_memprec.report.verdict import Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Report", "read_report", "report_as_dict", "save_report", "write_report", "write_text"]
+__all__ = [
+    "PAGE_ENDINGS",
+    "Report",
+    "read_report",
+    "report_as_dict",
+    "save_report",
+    "write_report",
+    "write_text",
+]
 
 VERSION = 1
+PAGE_ENDINGS = (".html", ".htm")
 # A report has some hundred KiB; no model makes one a hundred times as large.
 _MOST_BYTES = 64 * 1024**2
 
@@ -93,8 +101,8 @@ def save_report(
     """Write a report in the form that the file's ending names.
 
     Args:
-        path: ``.html``: a page. ``.pickle``: a PyTorch memory snapshot of the predicted run; nothing is written where
-            there is no estimate. Any other ending: JSON.
+        path: ``.html`` or ``.htm``: a page. ``.pickle``: a PyTorch memory snapshot of the predicted run; nothing is
+            written where there is no estimate. Any other ending: JSON.
         estimate: What the run needs; ``None`` if it could not be estimated.
         verdict: The verdict.
         remedies: Changes that would help.
@@ -105,7 +113,7 @@ def save_report(
         ValueError: If the estimate cannot be written as a snapshot.
     """
     form = Path(path).suffix.lower()
-    if form == ".html":
+    if form in PAGE_ENDINGS:
         write_text(path, format_html(estimate, verdict, remedies, notes))
     elif form != ".pickle":
         write_report(path, report_as_dict(estimate, verdict, remedies, notes))
@@ -125,14 +133,7 @@ def read_report(path: str | Path) -> Report:
         OSError: If it cannot be read.
     """
     path = Path(path)
-    if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(
-            f"{str(path)!r} is larger than {_MOST_BYTES} bytes, so it is no report. Check the path."
-        )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no JSON: {error}. Check the path.") from error
+    values = read_json(path, _MOST_BYTES)
     if isinstance(values, dict) and "schema_version" in values:
         return Report(MemoryEstimate.from_dict(values), None)
     if not isinstance(values, dict) or "verdict" not in values:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_memprec._files.atomic import replacing
 from lightning_memprec._optional import require
 from lightning_memprec._units import GIB, format_bytes
 from lightning_memprec.memory.planning import fewest_devices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from lightning_memprec.memory.planning import PlanCell
 
     Columns = Sequence[tuple[str, int, list[PlanCell]]]
 
-__all__ = ["format_plan", "plan_as_dict", "plot_plan"]
+__all__ = ["check_picture", "format_plan", "plan_as_dict", "plot_plan", "save_picture"]
 
 _FIGURE_WIDTH, _ROW_HEIGHT = 8.0, 0.28  # inches
 
@@ -108,6 +110,40 @@ def plot_plan(columns: Columns) -> Any:
     axes.set_xlabel("GiB that each device must offer")
     axes.legend(fontsize="small")
     return figure
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a file that no picture can be written to.
+
+    Args:
+        path: The file; its folder is made.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        ValueError: If its ending names no format of pictures.
+        OSError: If the folder cannot be made.
+    """
+    require("matplotlib", extra="plot", purpose="drawing a plan")
+    from matplotlib.figure import Figure
+
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"{str(path)!r} names no format of pictures. End it in one of: {', '.join(known)}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def save_picture(path: Path, columns: Columns) -> None:
+    """Write :func:`plot_plan` to a file, whole or not at all.
+
+    Args:
+        path: The file, see :func:`check_picture`.
+        columns: See :func:`format_plan`.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with replacing(path) as file:
+        plot_plan(columns).savefig(file, format=path.suffix[1:].lower())
 
 
 def _fewest(columns: Columns, safety_margin: float) -> list[str]:

@@ -91,7 +91,7 @@ def _parts(estimate: MemoryEstimate, verdict: Verdict | None) -> Table:
     for justify in ("left", "right", "right", "left"):
         parts.add_column(justify=justify)  # type: ignore[arg-type]
     for name, size in part_rows(estimate):
-        bar = Text("█" * round(_BAR * size / total), style="cyan")
+        bar = Text("█" * round(_BAR * min(1.0, size / total)), style="cyan")
         parts.add_row(name, format_bytes(size), f"{size / total:.1%}", bar)
     parts.add_section()
     for name, value in capacity_rows(estimate, verdict):

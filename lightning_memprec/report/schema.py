@@ -7,6 +7,7 @@ writes it anew.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -57,22 +58,22 @@ def _object(cls: Any, names: dict[str, Any] | None = None) -> dict[str, Any]:
     found = plain_fields(cls, names)
     return {
         "type": "object",
-        "properties": {f.name: _type(kind, f.metadata.get("minimum", 0)) for f, kind in found},
+        "properties": {f.name: _type(kind, f.metadata) for f, kind in found},
         "required": [f.name for f, _ in found if f.default is MISSING],
     }
 
 
-def _type(kind: Any, minimum: int = 0) -> dict[str, Any]:
+def _type(kind: Any, bounds: Mapping[str, int] | None = None) -> dict[str, Any]:
     inner = optional_of(kind)
     if inner is not None:
-        return {"anyOf": [_type(inner, minimum), {"type": "null"}]}
+        return {"anyOf": [_type(inner, bounds), {"type": "null"}]}
     if is_dataclass(kind):
         return _object(kind)
     if get_origin(kind) is tuple:
         return {"type": "array", "items": _type(get_args(kind)[0]), "maxItems": MOST_ITEMS}
     if get_origin(kind) is Literal:
         return {"enum": list(get_args(kind))}
-    return _integer(minimum) if kind is int else dict(_SCALARS.get(kind, {}))
+    return {**(_integer(0) if kind is int else _SCALARS.get(kind, {})), **(bounds or {})}
 
 
 def _integer(minimum: int) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _parts(estimate: MemoryEstimate) -> list[str]:
     total = estimate.minimum_device_bytes or 1
     lines = []
     for name, size in part_rows(estimate):
-        bar = "#" * round(_BAR * size / total)
+        bar = "#" * round(_BAR * min(1.0, size / total))  # A file may hold parts that do not add up.
         lines.append(f"  {name:<32}{format_bytes(size):>14}{size / total:>8.1%}  {bar}".rstrip())
     return lines
 

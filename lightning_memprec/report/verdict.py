@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_memprec.memory.result import (
@@ -32,7 +32,7 @@ class Verdict:
     status: Status
     need_bytes: int | None = None
     capacity_bytes: int | None = None
-    safety_margin: float = 0.0
+    safety_margin: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     when: str = ""
     reason: str = ""
     largest_batch: LargestBatch | None = None

@@ -29,7 +29,7 @@ from .memory_runs import (
     validation_step,
     watch,
 )
-from .runs import NAMESPACES, make_trainer
+from .runs import NAMESPACES, make_trainer, namespace
 
 MIB = 2**20
 
@@ -241,6 +241,18 @@ def test_a_folder_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     assert trainer.state.finished
 
 
+def test_a_change_of_the_working_directory_moves_no_file(monkeypatch, tmp_path):
+    class Moves(namespace("lightning.pytorch").Callback):
+        def on_train_start(self, trainer, pl_module):
+            monkeypatch.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = {"default_root_dir": "runs", "enable_checkpointing": True}
+    watch(monkeypatch, Moves(), estimate=prediction(), **options)
+    assert [path.parent for path in tmp_path.rglob(FILE_NAME)] == [tmp_path / "runs"]
+
+
 def test_a_remote_folder_keeps_nothing():
     assert calibration_path(SimpleNamespace(default_root_dir="s3://bucket/runs")) is None
 
@@ -324,8 +336,6 @@ def test_a_list_that_grows_is_told_and_named(monkeypatch, step, name, graphs):
 
 
 def test_a_callback_that_keeps_batches_is_named(monkeypatch):
-    from .runs import namespace
-
     class Collector(namespace().Callback):
         def __init__(self):
             self.seen = []

@@ -253,6 +253,13 @@ def test_a_fault_is_told_once_and_training_goes_on(monkeypatch, good_reads):
     assert (trainer.global_step, trainer.state.finished) == (4, True)
 
 
+def test_a_model_whose_shapes_are_not_known_yet_is_watched():
+    module, monitor = make_module(), MemoryMonitor(every_n_steps=1)
+    module.net = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyLinear(2))
+    fit(monitor, module=module)
+    assert [step for step, _ in monitor.history] == [1, 2, 3, 4, 4]
+
+
 def test_an_error_of_the_run_comes_out_as_it_is():
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
@@ -272,12 +279,14 @@ def test_an_error_of_the_run_comes_out_as_it_is():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every_n_steps": 0}, "`every_n_steps` must be at least 1, got 0"),
+        ({"every_n_steps": 0}, "`every_n_steps` must be a whole number of at least 1, got 0"),
+        ({"every_n_steps": 2.5}, "got 2.5"),  # Would be due every fifth step.
+        ({"every_n_steps": "5"}, "got '5'"),
         ({"tolerance": 0.0}, "`tolerance` must be a finite number above 0, got 0.0"),
         ({"tolerance": float("nan")}, "got nan"),
         ({"tolerance": float("inf")}, "got inf"),
     ],
-    ids=["steps", "zero", "nan", "inf"],
+    ids=["steps", "part", "text", "zero", "nan", "inf"],
 )
 def test_options_out_of_range_are_refused(options, words):
     with pytest.raises(ValueError, match=words):

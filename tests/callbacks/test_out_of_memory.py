@@ -135,7 +135,7 @@ def test_exception_keeps_its_type_and_gains_a_note_and_a_file(tmp_path, capsys):
     assert plain["held"]["parameters"] == 4 * (6 * 64 + 64 + 64 * 3 + 3)
     # Adam keeps two moments a weight and one 4-byte step count for each of the four tensors.
     assert plain["held"]["optimizer states"] == 2 * plain["held"]["parameters"] + 4 * 4
-    assert plain["batch"].endswith("as large as all 1 before.")
+    assert plain["batch"].endswith("as large as the one before.")
 
 
 def test_what_would_have_fitted_is_estimated_without_running_the_step(tmp_path):
@@ -187,6 +187,69 @@ def test_a_fault_in_the_report_does_not_replace_the_exception(tmp_path, monkeypa
     error = fail(make_trainer(OutOfMemoryReport(tmp_path)), make_module(training_step=in_forward))
     assert type(error) is RuntimeError
     assert not getattr(error, "__notes__", [])
+
+
+class Silent(RuntimeError):
+    def __str__(self):
+        raise LookupError("no text")
+
+
+class Strict(MemoryError):
+    """Takes neither attributes nor notes."""
+
+    def __setattr__(self, name, value):
+        if name == "memprec_report":
+            raise TypeError(name)
+        super().__setattr__(name, value)
+
+    def add_note(self, note):
+        raise TypeError(note)
+
+
+class OfTwo(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+        self.second = second
+
+
+def from_another():
+    try:
+        run_out()
+    except RuntimeError as error:
+        raise OfTwo("first", 2) from error
+
+
+def in_silence():
+    raise Silent("CUDA out of memory")
+
+
+def strictly():
+    raise Strict("Unable to allocate 2.00 GiB for an array")
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind", "args", "told"),
+    [
+        (from_another, OfTwo, ("first",), True),
+        (in_silence, Silent, ("CUDA out of memory",), False),
+        (strictly, Strict, ("Unable to allocate 2.00 GiB for an array",), True),
+    ],
+    ids=["cause", "no text", "strict"],
+)
+@pytest.mark.parametrize("hook", ["training_step", "validation_step"])
+def test_exceptions_of_any_class_come_out_as_they_went_in(hook, fails, kind, args, told, tmp_path, capsys):
+    callback = OutOfMemoryReport(tmp_path, remedies=False)
+    module = make_module(**{hook: lambda *_: fails()})
+    with pytest.raises(kind) as caught:
+        make_trainer(callback, limit_val_batches=1).fit(
+            module, loader(), loader() if hook == "validation_step" else None
+        )
+    assert type(caught.value) is kind
+    assert caught.value.args == args
+    assert (caught.value.__cause__ is not None) == (fails is from_another)
+    assert (callback.report is not None) == told
+    if kind is Strict:  # Its report is printed instead.
+        assert "2.00 GiB asked for" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_file(tmp_path):

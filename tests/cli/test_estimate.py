@@ -188,11 +188,31 @@ def test_undetermined_fails_closed(program, capsys):
     code, report = estimate(capsys, reads, "--device-memory", "1GiB")
     assert (code, report["estimate"]) == (5, None)
     assert "prog.py" in report["verdict"]["reason"]
-    code, report = estimate(
-        capsys, {"trainer": {"strategy": "fsdp"}}, "--cli", "prog:MyCLI", "--device-memory", "1KiB"
-    )
-    assert code == 5
-    assert "sharded" in report["verdict"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "assumption"),
+    [
+        ("fsdp", ""),
+        (
+            {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}},
+            "ddp",
+        ),
+        ({"class_path": "DeepSpeedStrategy", "init_args": {"stage": 3, "offload_optimizer": True}}, "zero"),
+    ],
+    ids=["name", "ddp", "deepspeed"],
+)
+def test_a_run_on_several_devices_is_judged_by_one_devices_share(program, capsys, strategy, assumption):
+    settings = {"trainer": {"strategy": strategy, "devices": 2, "accelerator": "gpu"}}
+    code, report = estimate(capsys, settings, "--cli", "prog:MyCLI", "--device-memory", "1KiB")
+    assert code == 3
+    assert any(assumption in note["name"] for note in report["estimate"]["assumptions"])
+
+
+def test_a_strategy_that_is_not_followed_is_bad_usage(program, capsys):
+    Path("run.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": "hpu_parallel"}}))
+    assert main(["estimate", "--config", "run.yaml", "--cli", "prog:MyCLI"]) == 2
+    assert "`trainer.strategy` 'hpu_parallel' is not followed" in capsys.readouterr().err
 
 
 def test_settings_of_a_preflight_in_the_configuration_count(program, capsys):

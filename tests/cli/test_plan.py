@@ -88,9 +88,19 @@ class TestTable:
 
     def test_picture_is_drawn(self, config, capsys, tmp_path):
         pytest.importorskip("matplotlib")
-        arguments = ["--config", config, "--devices", "80GiB", "--plot", tmp_path / "plan.png", *SPEC]
-        assert plan(capsys, *arguments, *small())[0] == 0
-        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+        picture = tmp_path / "new" / "plan.png"
+        arguments = ["--config", config, "--devices", "80GiB", "--batch", "8,8", "--plot", picture, *SPEC]
+        code, streams = plan(capsys, *arguments, *small())
+        assert code == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert list(picture.parent.iterdir()) == [picture]
+        assert streams.out.count("as-is") == 1  # What is named twice is traced once.
+
+    def test_a_batch_beyond_any_tensor_is_refused_and_the_rest_planned(self, config, capsys):
+        arguments = ["--config", config, "--devices", "80GiB", "--batch", f"8,{2**62}", *SPEC]
+        code, streams = plan(capsys, *arguments, *small())
+        assert code == 0
+        assert "? as-is: Storage size calculation overflowed" in streams.out
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -100,8 +110,16 @@ class TestTable:
         (["--devices", "H1000"], "H1000"),
         (["--devices", "80GiB", "--recipes", "as-is+magic"], "Unknown option 'magic'"),
         (["--devices", "80GiB", "--strategy", "fdsp"], "Unknown strategy 'fdsp'"),
-        (["--devices", "80GiB", "--batch", "0"], "must be at least 1, got 0"),
-        (["--devices", "80GiB", "--sequence", "128", *SPEC], "no sequence length to vary"),
+        (["--devices", "80GiB", "--batch", "0"], "`--batch` must be at least 1 and below 2^63, got 0"),
+        (["--devices", "80GiB", "--sequence", "128", *SPEC], "to vary. Leave `--sequence` out"),
+        (["--devices", "80GiB", "--batch", str(2**63)], "`--batch` must be at least 1 and below 2^63"),
+        (["--devices", "80GiB", "--num-devices", "0"], "`--num-devices` must be at least 1"),
+        (
+            ["--devices", "80GiB", "--plot", "plan.foo"],
+            "'plan.foo' names no format of pictures. End it in one of: ",
+        ),
+        (["--devices", "80GiB", "--plot", "plan"], "'plan' names no format of pictures"),
+        (["--devices", "80GiB", "--plot", "eight_gpus.yaml/plan.png"], "eight_gpus.yaml"),
         (["--devices", "80GiB", "--safety-margin", "1.5"], "`--safety-margin` must lie in [0, 1), got 1.5"),
     ],
 )

@@ -68,13 +68,15 @@ def write(kind, folder, module):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:.*_get_pg_default_device.*")
 @pytest.mark.parametrize("kind", ["ckpt", "file", "shards", "distributed"])
+@pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits} bits")
 @pytest.mark.parametrize("out", ["int8", "int8.safetensors"])
-def test_files_are_those_of_the_model_quantized_in_memory(capsys, tmp_path, kind, out):
+def test_files_are_those_of_the_model_quantized_in_memory(capsys, tmp_path, kind, out, bits):
     module = small()
     source = write(kind, tmp_path, module)
-    code, text, _ = command(capsys, source, "--model", "quantize_models:Small", "-o", tmp_path / out)
+    width = [] if bits == 8 else ["--bits", bits]
+    code, text, _ = command(capsys, source, "--model", "quantize_models:Small", "-o", tmp_path / out, *width)
     assert code == 0
-    quantize_(module)
+    quantize_(module, bits=bits)
     save_quantized(module, tmp_path / f"expected_{out}")
     for path in ("model.safetensors", "config.json") if out == "int8" else ("",):
         ours, expected = tmp_path / out / path, tmp_path / f"expected_{out}" / path
@@ -86,8 +88,11 @@ def test_files_are_those_of_the_model_quantized_in_memory(capsys, tmp_path, kind
         assert all(torch.equal(a[name], b[name]) for name in a)
     again = load_quantized(tmp_path / out, Small)
     assert torch.equal(again(TOKENS), module(TOKENS))
-    assert text.splitlines()[1].startswith("3 layers in int8, ")
-    assert text.splitlines()[2].startswith("tied, written once: head.weight = embedding.weight")
+    assert text.splitlines()[1].startswith(f"3 layers in {'int8' if bits == 8 else '4 bits'}, ")
+    packed = "" if bits == 8 else "_packed"
+    assert text.splitlines()[2].startswith(
+        f"tied, written once: head.weight{packed} = embedding.weight{packed}"
+    )
 
 
 def test_options(capsys, tmp_path):
@@ -157,6 +162,8 @@ def test_bitsandbytes_keys(capsys, tmp_path):
         (["--include", "nothing"], "'nothing' matches no module"),
         (["--exclude", "*"], "has no int8 layers"),
         (["--format", "bitsandbytes", "--include", "*"], "bitsandbytes cannot hold"),
+        (["--format", "bitsandbytes", "--bits", "4"], "it knows linear layers of 8 bits"),
+        (["--bits", "9"], "`--bits` must be an integer from 2 to 8, got 9"),
         (["--source", "averaged"], "holds no averaged weights"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -102,8 +102,10 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys, estimate
         ('{"schema_version": 1}', [], "`estimate.peak_allocated_bytes` is missing"),
         ("good", ["--out", "run.pickle"], "estimate --snapshot"),
         ("good", ["--out", "r.json/page.html"], "r.json"),
+        ("good", ["--out", "other.json"], "End the name in .html or .txt, or give `--format`"),
+        ("good", ["--out", "./r.json", "--format", "html"], "would be lost. Name another file in `--out`"),
     ],
-    ids=["missing", "broken", "other", "future", "empty", "snapshot", "folder"],
+    ids=["missing", "broken", "other", "future", "empty", "snapshot", "folder", "json", "itself"],
 )
 def test_what_cannot_be_shown_exits_with_2_and_says_why(
     tmp_path, estimate, capsys, content, options, message, monkeypatch

@@ -198,12 +198,6 @@ def test_an_estimate_prints_in_one_line_with_units():
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3", "modelparallel"])
-def test_sharding_that_is_not_followed_is_named(strategy):
-    estimate = estimate_memory(mlp(), X, loss=total, device="cuda", strategy=strategy, num_devices=8)
-    assert "sharding" in {a.name for a in estimate.assumptions}
-
-
 def test_only_the_part_of_a_larger_tensor_is_brought_to_the_device():
     whole = torch.empty(64, 32, device="meta")
     inputs = [

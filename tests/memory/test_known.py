@@ -177,7 +177,7 @@ def test_values_that_depend_on_weights_are_reported_with_file_and_line(read, wor
         )
     assert caught.value.location.startswith(__file__)
     assert caught.value.location in str(caught.value)
-    assert "closed form or a real probe" in str(caught.value)
+    assert "`probe_memory`" in str(caught.value)
 
 
 def test_meta_batches_have_shapes_and_no_values():

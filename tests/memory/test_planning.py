@@ -97,7 +97,7 @@ def test_the_fewest_devices_are_those_that_fit():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"batches": (0,)}, "`batches` must be at least 1, got 0"),
+        ({"batches": (0,)}, "`batches` must be at least 1 and below 2.63, got 0"),
         ({"recipes": ("32-true+magic",)}, "Unknown option 'magic'.*checkpointing, 8bit, fused, lora"),
         ({"strategy": "fdsp"}, "Unknown strategy 'fdsp'"),
     ],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import json
+import sys
 
 import pytest
 import torch
@@ -77,6 +80,11 @@ MPS = (
         (XPU, "real need", "xpu:0", {"requested_bytes": 20 / 1024}),
         (MPS, "unknown", "mps", {"allocated_bytes": 17.36, "allowed_bytes": 18.13, "requested_bytes": 0.1875}),
         ("CUDA out of memory. Tried to allocate more than 1EB memory.", "unknown", "cuda", {"total_bytes": None}),
+        (
+            "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+            "per_process_memory_fraction limit. Requested size: 2.00 GiB",
+            "limit", "cuda", {"requested_bytes": 2.0, "allowed_bytes": None},
+        ),
         ("CUDA error: out of memory", "unknown", "cuda", {"requested_bytes": None}),
         (
             "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
@@ -86,7 +94,8 @@ MPS = (
         ),
     ],
     ids=[
-        "short by little", "full", "shared", "others", "container", "limit", "xpu", "mps", "exabyte", "bare", "cublas",
+        "short by little", "full", "shared", "others", "container", "limit", "xpu", "mps", "exabyte", "fraction",
+        "bare", "cublas",
     ],
 )  # fmt: skip
 def test_messages_are_read(text, cause, device, figures):
@@ -120,6 +129,47 @@ def test_the_error_behind_an_error_is_found():
     except ValueError as caught:
         error = caught
     assert shortage_in(error).total_bytes == pytest.approx(23.65 * GIB, rel=1e-3)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_the_error_in_a_group_is_found():
+    inner = RuntimeError("step failed")
+    inner.__cause__ = torch.OutOfMemoryError(FULL)
+    group = builtins.ExceptionGroup("two tasks", [ValueError("other"), inner])
+    assert shortage_in(group).total_bytes == pytest.approx(23.65 * GIB, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("error", "device"),
+    [
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "cpu"),
+        (
+            RuntimeError("unable to mmap 1024 bytes from file </dev/shm/x>: Cannot allocate memory (12)"),
+            "cpu",
+        ),
+        (RuntimeError("MKL error: SPARSE_STATUS_ALLOC_FAILED when calling `mkl_sparse_d_mm`"), "cpu"),
+        (
+            RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+            "cuda",
+        ),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "cuda"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "cuda"),
+        (
+            RuntimeError("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"),
+            "cuda",
+        ),
+    ],
+    ids=["fork", "mmap", "mkl", "cusolver", "cufft", "cudnn", "nccl"],
+)
+def test_libraries_that_run_out_are_recognized(error, device):
+    assert shortage_in(error) == MemoryShortage(device)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOENT, "no file"), RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")]
+)
+def test_other_errors_of_libraries_are_left_alone(error):
+    assert shortage_in(error) is None
 
 
 @pytest.mark.parametrize(

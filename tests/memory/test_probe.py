@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import functools
+import gc
 import random
 
 import lightning.pytorch as pl
@@ -14,7 +18,9 @@ from torch import nn
 from lightning_memprec import estimate_memory
 from lightning_memprec._errors import DataDependentError, TraceError
 from lightning_memprec.memory.probe import probe_memory
+from lightning_memprec.memory.probe_batch import cut
 from lightning_memprec.memory.probe_meter import CudaMeter, Phase
+from lightning_memprec.memory.probe_restore import parts_of
 from lightning_memprec.memory.probe_result import words_of
 from tests.memory.zoo import ZOO, Case
 from tests.memory.zoo.case import adamw, cross_entropy
@@ -313,21 +319,25 @@ def test_everything_is_put_back_bit_for_bit(precision):
 
 
 def train(module, batch, optimizer):
-    losses = []
-    for _ in range(3):
+    def closure():
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(module(batch[0]), batch[1])
         loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(3)]
 
 
-def test_an_optimizer_in_use_goes_on_where_it_was():
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.AdamW, functools.partial(torch.optim.LBFGS, max_iter=2)],
+    ids=["adamw", "lbfgs"],
+)
+def test_an_optimizer_in_use_goes_on_where_it_was(make):
     def run(probing):
         torch.manual_seed(3)
         module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        optimizer = make(module.parameters(), lr=0.1)
         batch = (torch.randn(8, 6), torch.randint(3, (8,)))
         losses = train(module, batch, optimizer)
         if probing:
@@ -350,6 +360,153 @@ def test_a_step_that_fails_leaves_the_module_as_it_was():
     after = snapshot(module)
     assert before[1] == after[1]
     assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
+
+
+class Shadow:
+    """Averages kept by an object that is no module, as libraries for moving averages do."""
+
+    def __init__(self):
+        self.weights = [torch.ones(3)]
+
+
+class Hoarder(pl.LightningModule):
+    """A module whose state lies where no `state_dict` sees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Embedding(10, 4, sparse=True)
+        self.teacher = [nn.Linear(4, 3)]
+        self.teachers = {"a": {"b": nn.Linear(2, 2)}}
+        self.shadow = Shadow()
+        self.captured = (lambda tensor: lambda: tensor)(torch.ones(3))
+        self.histogram = np.zeros(3)
+        self.noise = np.random.default_rng(0)
+        self.replay = collections.deque([1, 2], maxlen=3)
+        self.seen = {1}
+        self.text = bytearray(b"ab")
+        self.long = {"nested": [1] * 2000}
+        self.plan = [nn.Linear(2, 2, device="meta")]
+        self.register_buffer("coo", torch.eye(3).to_sparse())
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for tensor in (self.teacher[0].weight, self.teachers["a"]["b"].weight, self.captured(), self.coo):
+                tensor.mul_(0.5)
+            self.shadow.weights[0].mul_(0.5)
+        self.teacher[0].eval()
+        self.histogram += 1
+        self.noise.random()
+        self.replay.append(3)
+        self.seen.add(2)
+        self.text.extend(b"c")
+        self.long["nested"].append(2)
+        return self.net(batch).sum() + (self.coo @ torch.ones(3, 1)).sum()
+
+    def configure_optimizers(self):
+        return [self.optimizer], [torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1)]
+
+
+def belongings(module):
+    tensors = [
+        module.net.weight,
+        module.net.weight.grad.to_dense(),
+        module.teacher[0].weight,
+        module.teachers["a"]["b"].weight,
+        module.captured(),
+        module.shadow.weights[0],
+        module.coo.to_dense(),
+    ]
+    rest = [
+        module.teacher[0].training,
+        module.histogram.tolist(),
+        module.noise.bit_generator.state,
+        list(module.replay),
+        set(module.seen),
+        bytes(module.text),
+        list(module.long["nested"]),
+        {**module.optimizer.param_groups[0], "params": None},
+        sorted(vars(module.optimizer)),
+    ]
+    return [tensor.detach().clone() for tensor in tensors], rest
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["whole", "interrupted"])
+def test_what_lies_outside_of_the_state_dict_is_put_back_too(fails, monkeypatch):
+    module, batch = Hoarder(), torch.randint(10, (8,))
+    module.net(batch).sum().backward()
+    gradient = module.net.weight.grad
+    if fails:
+        monkeypatch.setattr(module, "on_before_optimizer_step", interrupt)
+    before, random_before = belongings(module), generators()
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+        probe_memory(module, batch, device="cpu")
+    after, random_after = belongings(module), generators()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    assert before[1] == after[1]
+    assert torch.equal(random_before[0], random_after[0])
+    assert module.net.weight.grad is gradient
+    assert gc.isenabled()
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+def test_sparse_buffers_of_every_layout_are_put_back(layout):
+    sparse = torch.eye(4).to_sparse(
+        layout=getattr(torch, f"sparse_{layout}"), blocksize=(2, 2) if layout.startswith("b") else None
+    )
+    module = nn.Linear(4, 4)
+    module.register_buffer("sparse", sparse)
+
+    def loss(module, batch):
+        parts_of(module.sparse)[-1].mul_(2)
+        return module(batch).sum()
+
+    before = module.sparse.to_dense().clone()
+    probe_memory(module, torch.randn(4, 4), loss=loss, device="cpu")
+    assert module.sparse is sparse
+    assert torch.equal(module.sparse.to_dense(), before)
+
+
+def test_a_step_for_one_size_of_batch_is_measured_with_that_one():
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.RNN(4, 5, batch_first=True)
+            self.hidden = torch.zeros(1, 16, 5)
+
+        def forward(self, x):
+            out, hidden = self.net(x, self.hidden)
+            self.hidden = hidden.detach()
+            return out
+
+    assert probe_memory(Stateful(), torch.randn(16, 3, 4), device="cpu").assumptions[0].text == (
+        "Measured at batch 16."
+    )
+
+
+def test_names_of_samples_are_cut_with_them():
+    batch = {"x": torch.randn(8, 4), "text": list("abcdefgh"), "words": ["one", "two"]}
+    small = cut(batch, 2)
+    assert (len(small["x"]), small["text"], small["words"]) == (2, ["a", "b"], ["one", "two"])
+    x, names = cut((batch["x"], batch["text"]), 3)
+    assert (len(x), names) == (3, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_a_surrounding_mode_without_gradients_changes_nothing(mode):
+    module, batch = nn.Linear(4, 4), torch.randn(4, 4)
+
+    def peak():
+        return probe_memory(module, batch, device="cpu").peak_allocated_bytes
+
+    outside = peak()
+    with mode():
+        assert peak() == outside
 
 
 # -- arguments ----------------------------------------------------------------------------------------------
@@ -378,3 +535,14 @@ def test_what_cannot_be_probed_is_refused(options, match):
 def test_a_builder_is_refused():
     with pytest.raises(TypeError, match="Build it first"):
         probe_memory(lambda: nn.Linear(4, 4), torch.randn(4, 4), device="cpu")
+
+
+def test_a_batch_without_samples_is_refused():
+    with pytest.raises(ValueError, match="no samples"):
+        probe_memory(nn.Linear(4, 4), torch.randn(0, 4), device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_parameters_without_a_shape_are_refused():
+    with pytest.raises(ValueError, match=r"`weight` has no shape yet.*Run one forward pass"):
+        probe_memory(nn.LazyLinear(4), torch.randn(4, 4), device="cpu")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lightning_memprec import MemoryEstimate
 from lightning_memprec._units import GIB
 from lightning_memprec.memory.result import LargestBatch
-from lightning_memprec.report import judge, read_report, save_report
+from lightning_memprec.report import format_estimate, format_html, judge, read_report, save_report
 from lightning_memprec.report.file import report_as_dict
+from lightning_memprec.report.rich_table import render_estimate
 
 from .estimates import HOSTILE, REMEDIES, hostile_estimate, small_estimate
 
@@ -89,8 +92,10 @@ def changed(values, path, value):
         (("estimate", "events"), {"order": [1]}, None),
         (("verdict", "status"), "great", r"`verdict.status` must be one of \['fits', 'tight'"),
         (("verdict", "status"), ["fits"], "got list"),
-        (("verdict", "safety_margin"), float("nan"), "must be a finite number, got nan"),
-        (("verdict", "safety_margin"), "0.1", "must be a finite number, got '0.1'"),
+        (("verdict", "safety_margin"), float("nan"), "must be a finite number from 0 to 1, got nan"),
+        (("verdict", "safety_margin"), "0.1", "must be a finite number from 0 to 1, got '0.1'"),
+        (("verdict", "safety_margin"), 10**400, "must be a finite number from 0 to 1, got 1000"),
+        (("verdict", "safety_margin"), 1.5, "must be a finite number from 0 to 1, got 1.5"),
         (("remedies", 0, "fits"), 1, r"`remedies\[0\].fits` must be true or false, got 1"),
         (("remedies", 0, "saving_bytes"), -(2**63), None),
         (("notes",), "text", "`notes` must be a list, got 'text'"),
@@ -145,9 +150,60 @@ def test_a_huge_file_is_not_read(tmp_path):
         read_report(path)
 
 
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device")
+def test_a_file_without_an_end_is_not_read_to_it():
+    with pytest.raises(ValueError, match="is larger than 67108864 bytes"):
+        read_report("/dev/zero")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_what_a_shell_of_windows_wrote_is_read(tmp_path, estimate, encoding):
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(estimate.to_dict()), encoding=encoding)
+    assert read_report(path).estimate == estimate
+
+
+def numbers(values, path=()):
+    """List the paths to all numbers, of each list the first entry only."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from numbers(value, (*path, name))
+    elif isinstance(values, list):
+        yield from numbers(values[0], (*path, 0)) if values else ()
+    elif type(values) in (int, float):
+        yield path
+
+
+@pytest.mark.parametrize(
+    "extreme", [-(2**63), 2**63 - 1, 10**400, 1e308, -1e308, 5e-324], ids=lambda number: str(number)[:6]
+)
+def test_extreme_numbers_are_refused_or_shown(tmp_path, estimate, extreme):
+    few = {name: getattr(estimate, name)[:2] for name in ("timeline", "phases", "by_module", "assumptions")}
+    estimate = replace(estimate, **few)
+    values = json.loads(json.dumps(report_as_dict(estimate, verdict_of(estimate), REMEDIES)))
+    path = tmp_path / "r.json"
+    for number in numbers(values):
+        path.write_text(json.dumps(changed(values, number, extreme)))
+        try:
+            report = read_report(path)
+        except ValueError:
+            continue
+        content = report.estimate, report.verdict, report.remedies
+        with (tmp_path / "rich.txt").open("w", encoding="utf-8") as file:
+            Console(file=file).print(render_estimate(*content))
+        assert len(format_estimate(*content)) < 10_000
+        assert "</html>" in format_html(*content)
+
+
 @pytest.mark.parametrize(
     ("name", "start"),
-    [("r.html", b"<!DOCTYPE html>"), ("r.HTML", b"<!DOCTYPE"), ("r.pickle", b"\x80\x04"), ("r.txt", b"{\n")],
+    [
+        ("r.html", b"<!DOCTYPE html>"),
+        ("r.HTML", b"<!DOCTYPE"),
+        ("r.htm", b"<!DOCTYPE"),
+        ("r.pickle", b"\x80\x04"),
+        ("r.txt", b"{\n"),
+    ],
 )
 def test_the_ending_names_the_form(tmp_path, estimate, name, start):
     path = tmp_path / "new" / name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,8 @@ def accepts(schema, value):
     if kind == "integer":
         return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
     if kind == "number":
-        return type(value) in (int, float)
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        return type(value) in (int, float) and low <= value <= high
     if type(value) is not TYPES[kind]:
         return False
     if kind == "object":

@@ -128,7 +128,7 @@ class _Walk:
 
     def holding_of(self, value: Any) -> Holding | None:
         """Return what a container, or an object with attributes, holds; ``None`` for anything else."""
-        if not isinstance(value, _CONTAINERS) and not _is_own_object(value):
+        if not _is_a(value, _CONTAINERS) and not _is_own_object(value):
             return None
         holding = Holding()
         queue: deque[tuple[Any, int]] = deque([(value, 0)])
@@ -137,11 +137,11 @@ class _Walk:
             if id(item) in self.seen:
                 continue
             self.seen.add(id(item))
-            if isinstance(item, Tensor):
+            if _is_a(item, (Tensor,)):
                 self._add(item, holding)
             elif depth < _MAX_DEPTH:
                 children = _children(item)
-                if isinstance(item, _CONTAINERS):
+                if _is_a(item, _CONTAINERS):
                     holding.entries += len(children)
                 self._items += len(children)
                 queue.extend((child, depth + 1) for child in children)
@@ -162,14 +162,20 @@ class _Walk:
 
 
 def _children(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    if isinstance(item, _CONTAINERS):
-        return list(item)
-    return list(vars(item).values()) if _is_own_object(item) else []
+    # By the methods of the base class: those of a user's subclass may do anything.
+    if _is_a(item, (dict,)):
+        return list(dict.values(item))
+    for base in _CONTAINERS:
+        if _is_a(item, (base,)):
+            return list(base.__iter__(item))
+    return list(item.__dict__.values()) if _is_own_object(item) else []
+
+
+def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Tell the type of a value without running the code of proxies, as ``isinstance`` would."""
+    return issubclass(type(value), kinds)
 
 
 def _is_own_object(value: Any) -> bool:
     """Tell whether an object has attributes that may hold something: not a class, a file of code or a module."""
-    kind = type(value)  # `isinstance` would run the code of proxies.
-    return kind.__dictoffset__ != 0 and not issubclass(kind, (type, ModuleType, nn.Module, Tensor))
+    return type(value).__dictoffset__ != 0 and not _is_a(value, (type, ModuleType, nn.Module, Tensor))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memprec.memory.optimizers import state_tensors
 
@@ -54,14 +57,24 @@ def measure_parts(
 
 def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[int]:
     """Yield the sizes of storages on the device that were not seen before."""
-    for tensor in tensors:
-        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # A rank's shard.
-        if local.device.type != device.type or local.layout is not torch.strided:
+    for tensor in chain.from_iterable(map(_plain_tensors, tensors)):
+        if tensor.device.type != device.type or tensor.layout is not torch.strided:
             continue
-        storage = local.untyped_storage()
+        storage = tensor.untyped_storage()
         if storage.data_ptr() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             yield storage.nbytes()
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield what a tensor is made of: a rank's shard of a DTensor, codes and scales of a quantized one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        if not is_lazy(tensor):  # Has no shape yet.
+            yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _plain_tensors(getattr(tensor, name))
 
 
 def _rounded(size_bytes: int, granularity_bytes: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_memprec._files.atomic import write_json
-from lightning_memprec._plain import read_plain
+from lightning_memprec._plain import read_json, read_plain
 from lightning_memprec._units import MIB
 from lightning_memprec.memory.result import Assumption, MemoryEstimate
 
@@ -176,10 +175,8 @@ def write_residual(path: Path, residual: Residual) -> None:
 def _read(path: Path) -> list[Residual]:
     """Return the entries that are well formed."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            return []
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path, _MAX_FILE_BYTES)
+    except (OSError, ValueError):
         return []
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         return []
@@ -191,6 +188,6 @@ def _read(path: Path) -> list[Residual]:
 def _residual(entry: Any) -> Residual | None:
     try:
         residual: Residual = read_plain(Residual, entry, "run")
-    except (ValueError, OverflowError):
+    except ValueError:
         return None
     return residual if is_plausible(residual.ratio) else None

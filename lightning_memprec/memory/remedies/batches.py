@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memprec.memory.largest_batch import batch_size_of, resized
 from lightning_memprec.memory.plan import TrainingPlan, ValidationPlan
 from lightning_memprec.memory.remedies.change import Change, need_of
-from lightning_memprec.memory.tree import map_tensors, tensors_in
+from lightning_memprec.memory.sequences import resequenced, sequence_length_of
 
 __all__ = ["micro_batches", "shorter_sequences", "validation_batches"]
 
@@ -116,7 +113,7 @@ def shorter_sequences(plan: TrainingPlan, budget_bytes: int) -> Iterator[Change]
         return
     size = length // 2
     while size >= 2 * _SHORTEST:
-        need = need_of(replace(plan, batch=_shortened(plan.batch, length, size)))
+        need = need_of(replace(plan, batch=resequenced(plan.batch, length, size)))
         if need is None or need.device_bytes <= budget_bytes:
             break
         size //= 2
@@ -125,27 +122,7 @@ def shorter_sequences(plan: TrainingPlan, budget_bytes: int) -> Iterator[Change]
         f"sequences of {size} tokens instead of {length}",
         f"max_length={size} where the data is tokenized",
         "the model sees less context; long samples are cut or split",
-        lambda p: replace(p, batch=_shortened(p.batch, length, size)),
+        lambda p: replace(p, batch=resequenced(p.batch, length, size)),
         topics=frozenset({"sequence"}),
         same_work=False,
     )
-
-
-def sequence_length_of(batch: Any) -> int | None:
-    """Return the second dimension of a batch's token ids; ``None`` if it holds no matrix of integers."""
-    lengths = Counter(
-        tensor.shape[1]
-        for tensor in tensors_in(batch)
-        if tensor.ndim == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    )
-    return lengths.most_common(1)[0][0] if lengths else None
-
-
-def _shortened(batch: Any, length: int, wanted: int) -> Any:
-    def shorten(tensor: Tensor) -> Tensor:
-        for axis in range(1, tensor.ndim):  # A causal mask has the length twice.
-            if tensor.shape[axis] == length:
-                tensor = tensor.narrow(axis, 0, wanted)
-        return tensor
-
-    return map_tensors(shorten, batch)

@@ -113,3 +113,26 @@ def test_nobody_is_named_where_nothing_has_grown():
     before = holdings({"Net": net})
     assert grown(before, holdings({"Net": net})) is None
     assert grown({}, {}) is None
+
+
+class Cunning(dict):
+    def values(self):
+        raise RuntimeError("asked for its values")
+
+
+class Endless(list):
+    def __iter__(self):
+        raise RuntimeError("asked for its items")
+
+
+class Proxy:
+    @property
+    def __class__(self):
+        raise RuntimeError("asked outside of a request")
+
+
+def test_no_code_of_a_users_containers_is_run():
+    root = Buffer()
+    root.items = [Cunning(a=torch.ones(2)), Endless([torch.ones(3)]), Proxy()]
+    (holding,) = holdings({"root": root}).values()
+    assert (holding.entries, holding.tensors, holding.size_bytes) == (5, 2, 20)

@@ -76,3 +76,15 @@ def test_lists_in_optimizer_states():
     state = optimizer.state[module.weight]
     kept = nbytes([state["d"], state["prev_flat_grad"], *state["old_dirs"], *state["old_stps"]])
     assert measure_parts(module, [optimizer], CPU)["optimizer states"] >= kept > 0
+
+
+def test_parameters_without_a_shape_yet_count_nothing():
+    module = nn.Sequential(nn.Linear(3, 5), nn.LazyLinear(2))
+    assert measure_parts(module, [], CPU)["parameters"] == 80
+
+
+def test_tensors_made_of_tensors_count_as_these():
+    values, offsets = torch.ones(10), torch.tensor([0, 4, 10])
+    module = nn.Module()
+    module.register_buffer("ragged", torch.nested.nested_tensor_from_jagged(values, offsets))
+    assert measure_parts(module, [], CPU)["buffers"] == nbytes([values, offsets])

@@ -7,9 +7,8 @@ oneDNN, MKL and other libraries take from the system's own allocator.
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from tests.memory.peaks import peak_of
 from tests.memory.zoo.case import Case
 
 __all__ = ["Reality", "measure", "peak_of", "prepare", "storage_bytes", "train_by_hand", "train_with_trainer"]
@@ -45,24 +44,6 @@ def storage_bytes(tree: Any) -> int:
     """Return the bytes of the storages behind the tensors of a tree, each counted once."""
     storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def peak_of(run: Callable[[], Any]) -> int:
-    """Return the largest sum of the allocations that ``run`` makes, in bytes above what lived before."""
-    gc.collect()
-    gc.disable()  # A collection in the middle would free cycles at an instant that depends on earlier runs.
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            run()
-    finally:
-        gc.enable()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    live = peak = 0
-    for _, size in sorted(sizes, key=lambda pair: pair[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
 
 
 def measure(case: Case, *, steps: int = _STEPS, trainer: bool | None = None) -> Reality:

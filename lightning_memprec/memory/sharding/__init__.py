@@ -1,0 +1,1 @@
+"""One rank's share of a run on several devices: data parallel, sharded, offloaded."""
