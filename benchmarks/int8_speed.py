@@ -12,6 +12,7 @@ import copy
 import time
 import warnings
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,23 @@ from lightning_memprec import quantize_
 from lightning_memprec.quantization.kernels import explain
 
 _SHAPES = [(1, 4096, 4096), (16, 4096, 4096), (256, 1024, 4096), (2048, 1024, 1024), (128, 384, 1536)]
-_METHODS = ["weight_only", "vectorwise", "llm_int8"]
+_METHODS: dict[str, dict[str, Any]] = {
+    "weight_only": {},
+    "weight_only, 4 bits": {"bits": 4},
+    "weight_only, 4 bits, groups of 64": {"bits": 4, "group_size": 64},
+    "vectorwise": {},
+    "vectorwise, 4 bits": {"bits": 4},
+    "llm_int8": {},
+}
 _ROUNDS, _CALLS = 11, 5
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Return int8 versions of a model, ours and others', by name."""
     found: dict[str, nn.Module] = {}
-    for method in _METHODS:
-        found[method] = copy.deepcopy(model)
-        quantize_(found[method], method)
+    for name, options in _METHODS.items():
+        found[name] = copy.deepcopy(model)
+        quantize_(found[name], name.partition(",")[0], **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found["torch.ao quantize_dynamic"] = torch.ao.quantization.quantize_dynamic(
@@ -89,7 +97,7 @@ def _error(output: Tensor, exact: Tensor) -> float:
 
 
 def layers() -> None:
-    print(f"{'shape (tokens, in, out)':28s} {'':28s} {'speed':>7s} {'error':>8s}")
+    print(f"{'shape (tokens, in, out)':28s} {'':34s} {'speed':>7s} {'error':>8s}")
     for tokens, features, channels in _SHAPES:
         torch.manual_seed(0)
         model, values = nn.Sequential(nn.Linear(features, channels)), torch.randn(tokens, features)
@@ -98,7 +106,7 @@ def layers() -> None:
         for name, net in found.items():
             shape = f"({tokens}, {features}, {channels})"
             print(
-                f"{shape:28s} {name:28s} {speeds[name]:6.2f}x {_error(net(values), exact):8.2%}", flush=True
+                f"{shape:28s} {name:34s} {speeds[name]:6.2f}x {_error(net(values), exact):8.2%}", flush=True
             )
     print(f"kernel of vectorwise: {explain(found['vectorwise'][0])}")
 

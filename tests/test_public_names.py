@@ -90,7 +90,9 @@ ESTIMATE_FIELDS = {
     "by_module", "timeline", "assumptions", "device", "precision", "steps", "trainable_parameters",
     "total_parameters", "events", "host",
 }  # fmt: skip
-ESTIMATE_MEMBERS = {"peak_device_bytes", "minimum_device_bytes", "fits", "to_dict", "from_dict", "plot", "save_snapshot"}
+ESTIMATE_MEMBERS = {
+    "peak_device_bytes", "minimum_device_bytes", "fits", "to_dict", "from_dict", "plot", "save_snapshot"
+}  # fmt: skip
 BREAKDOWN_FIELDS = {
     "parameters_bytes", "buffers_bytes", "gradients_bytes", "optimizer_states_bytes", "activations_bytes",
     "temporaries_bytes", "inputs_bytes", "workspaces_bytes",

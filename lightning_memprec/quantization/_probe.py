@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_memprec.quantization.modules.base import Int8Module, Scheme
 
 if TYPE_CHECKING:
-    from lightning_memprec.quantization.kernels import Kernel
+    from lightning_memprec.quantization.kernels_base import Kernel
 
 __all__ = ["check"]
 

@@ -1,4 +1,4 @@
-"""Activations as int8 at run time: one scale for the tensor or for each token, outliers left alone."""
+"""Activations as int8: one scale for the tensor or for each token, measured or known; outliers left alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ def activation_parameters(
 
 
 def fake_quantize(
-    values: Tensor, *, per_token: bool, mapping: Mapping = "symmetric", outliers: Tensor | None = None
+    values: Tensor,
+    *,
+    per_token: bool,
+    mapping: Mapping = "symmetric",
+    outliers: Tensor | None = None,
+    parameters: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:
     """Round activations to what int8 can hold, outlier features excepted; gradients pass straight through.
 
@@ -56,6 +61,7 @@ def fake_quantize(
         per_token: One scale for each row instead of one for all.
         mapping: See :mod:`lightning_memprec.quantization.affine`.
         outliers: bool ``[features]``: features that are left as they are and do not count for the scales.
+        parameters: Scale and zero point of static activations; what lies outside of their range is clipped.
 
     Returns:
         FP32 ``[tokens, features]``.
@@ -63,7 +69,9 @@ def fake_quantize(
     regular = values.detach()
     if outliers is not None:
         regular = regular.masked_fill(outliers, 0.0)
-    scale, zero_point = activation_parameters(regular, per_token=per_token, mapping=mapping)
+    if parameters is None:
+        parameters = activation_parameters(regular, per_token=per_token, mapping=mapping)
+    scale, zero_point = parameters
     low, high = integer_range(8, mapping)
     integers = torch.round(regular / scale)
     if zero_point is not None:

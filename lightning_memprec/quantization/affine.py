@@ -25,6 +25,7 @@ __all__ = [
     "Quantized",
     "choose_parameters",
     "dequantize",
+    "dequantize_matrix",
     "integer_range",
     "quantize",
     "quantize_matrix",
@@ -176,7 +177,36 @@ def dequantize(integers: Tensor, scale: Tensor, zero_point: Tensor | None) -> Te
     """
     # Subtracted in floating point: int8 would wrap around.
     values = integers.to(scale.dtype)
-    return (values if zero_point is None else values - zero_point) * scale
+    if values is integers:
+        return (values if zero_point is None else values - zero_point) * scale
+    # In place, because a second tensor of this size costs more than the products: its memory is new to the system.
+    return (values if zero_point is None else values.sub_(zero_point)).mul_(scale)
+
+
+def dequantize_matrix(
+    integers: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int | None
+) -> Tensor:
+    """Dequantize a matrix, or some rows of it.
+
+    Args:
+        integers: int8 ``[R, K]``.
+        scale: FP32 ``[1]``, ``[R, 1]`` or ``[R, G]``.
+        zero_point: Integers shaped as ``scale``, or ``None``.
+        group_size: Columns in a group, or ``None`` where there are no groups.
+
+    Returns:
+        FP32 ``[R, K]``.
+    """
+    if group_size is None:
+        return dequantize(integers, scale, zero_point)
+    rows, columns = integers.shape
+    if columns % group_size or not columns:
+        zero_point = None if zero_point is None else spread(zero_point, columns, group_size)
+        return dequantize(integers, spread(scale, columns, group_size), zero_point)
+    grouped = integers.reshape(rows, columns // group_size, group_size)
+    return dequantize(
+        grouped, scale[..., None], None if zero_point is None else zero_point[..., None]
+    ).flatten(1)
 
 
 def quantize_matrix(

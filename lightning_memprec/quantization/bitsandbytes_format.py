@@ -22,10 +22,10 @@ _STEPS = 127.0
 
 
 def holds(layer: LayerLayout) -> bool:
-    """Tell whether bitsandbytes can hold a layer: linear, 8 bits, symmetric, one scale a row."""
+    """Tell whether bitsandbytes can hold a layer: linear, 8 bits, symmetric, one scale a row, no static activations."""
     scheme = layer.scheme
     plain = (scheme.bits, scheme.mapping, scheme.weight_granularity) == (8, "symmetric", "channel")
-    return layer.kind == "Linear" and plain
+    return layer.kind == "Linear" and plain and scheme.activations != "static"
 
 
 def to_bitsandbytes(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -18,8 +18,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memprec.quantization.measure import run_batches
+from lightning_memprec.quantization.padding import without_padding
 
-__all__ = ["InputProducts", "feed", "input_rows", "order_of_use", "stand_in"]
+__all__ = ["InputProducts", "feed", "input_rows", "stand_in"]
 
 _HELD_OUT = 5  # One row in five judges, four are learned from: the share of five-fold cross-validation.
 _BLOCK = 2**24  # Numbers in a block of rows: 64 MiB in FP32.
@@ -59,7 +60,10 @@ class InputProducts:
         self.rows += count
         for total, part in ((self.learned_from, rows[: count - held]), (self.held_out, rows[count - held :])):
             by_group = part.transpose(0, 1)
-            total += (by_group.transpose(1, 2) @ by_group).to(total)
+            products = by_group.transpose(1, 2) @ by_group
+            if not bool(products.isfinite().all()):  # Squares of more than 1e19 overflow FP32.
+                products = by_group.to(total).transpose(1, 2) @ by_group.to(total)
+            total += products.to(total)
 
     @property
     def judge(self) -> Tensor:
@@ -118,7 +122,8 @@ def feed(
 ) -> None:
     """Run batches through a model in evaluation mode and hand on the inputs of layers, all uses of each.
 
-    Modes and random generators are left as they were.
+    Padding that ``forward`` knows of is left out, see :mod:`lightning_memprec.quantization.padding`. Modes and random
+    generators are left as they were.
 
     Args:
         model: The model.
@@ -133,7 +138,9 @@ def feed(
     position = 0
 
     def listen(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for rows in input_rows(module, args[0] if args else next(iter(kwargs.values()))):
+        values = without_padding(forward, module, args[0] if args else next(iter(kwargs.values())))
+        # A model may switch gradients on for itself, such as one whose forces are derivatives.
+        for rows in input_rows(module, values.detach()):
             if not bool(rows.isfinite().all()):
                 raise ValueError(
                     f"Calibration batch {position} gives `{name}` an input with NaN or infinite values."
@@ -155,21 +162,6 @@ def feed(
 
             hooks.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         run_batches(model, batches, run)
-
-
-def order_of_use(
-    model: nn.Module,
-    batches: Sequence[Any],
-    forward: Callable[[nn.Module, Any], Any],
-    layers: dict[str, nn.Module],
-) -> list[str]:
-    """Return the names of layers in the order in which the data first reaches them; it may not reach all.
-
-    Arguments and errors are those of :func:`feed`.
-    """
-    order: dict[str, None] = {}
-    feed(model, batches, forward, layers, lambda name, rows: order.setdefault(name))
-    return list(order)
 
 
 def stand_in(module: nn.Module, replacement: nn.Module) -> RemovableHandle:

@@ -61,9 +61,9 @@ def save_quantized(
     Args:
         module: What ``quantize_`` changed.
         path: Where to write.
-        format: Keys of the tensors: ``"compressed-tensors"`` (format ``int-quantized``; Hugging Face Transformers
-            and vLLM read linear layers and embeddings of it) or ``"bitsandbytes"`` (linear layers in int8, all
-            else in floating point).
+        format: Keys of the tensors: ``"compressed-tensors"`` (its formats ``int-quantized`` and, for up to 4 bits,
+            ``pack-quantized``; Hugging Face Transformers reads linear layers and embeddings of it) or
+            ``"bitsandbytes"`` (linear layers in int8, all else in floating point).
         checkpoint_entries: Further plain entries for a ``.ckpt``.
 
     Returns:
@@ -92,6 +92,8 @@ def save_quantized(
     if format == "bitsandbytes":
         layers = _held_by_bitsandbytes(module, layers)
         state = bitsandbytes_format.to_bitsandbytes(_with_float(module, state, layers), layers)
+    elif path.suffix != ".ckpt":  # Which no other tool reads.
+        state = compressed_tensors_format.to_compressed_tensors(module, state, layers)
     config = describe(layers, format)
     if path.suffix == ".ckpt":
         write_checkpoint(path, state, config, checkpoint_entries or {})
@@ -176,11 +178,12 @@ def _with_float(
             continue
         keys = part._names if isinstance(part, DequantizingModule) else ("weight",)
         for key in keys:
-            identity = part.get_buffer(key).data_ptr()
+            identity = part.stored(key).data_ptr()
             if identity not in done:
                 weight = part.dequantize() if isinstance(part, Int8Module) else part.dequantize_weight(key)
                 done[identity] = weight.to(part.float_dtype)
             prefix = f"{name}.{key}" if name else key
+            state.pop(f"{prefix}_packed", None)
             state[prefix] = done[identity]
             for suffix in ("scale", "zero_point"):
                 state.pop(f"{prefix}_{suffix}", None)
@@ -219,6 +222,8 @@ def load_quantized(path: str | Path, module: M | type[M] | Callable[[], M]) -> M
     if config.get("format") == "bitsandbytes":
         state = bitsandbytes_format.from_bitsandbytes(state, layers)
     rebuild(built, layers, str(path))
+    if config.get("format") != "bitsandbytes":
+        state = compressed_tensors_format.from_compressed_tensors(built, state, layers, str(path))
     fill(built, state, str(path))
     return built
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memprec.quantization.checkpoint_layout import QuantizedFileError
+from lightning_memprec.quantization.modules.base import SharedBuffers
 from lightning_memprec.quantization.modules.linear import Int8Linear
 
 __all__ = ["OUTLIERS", "arguments_for", "fill"]
@@ -35,6 +36,10 @@ def arguments_for(make: Callable[..., Any], hyperparameters: Any) -> dict[str, A
 
 def fill(module: nn.Module, state: dict[str, Tensor], source: str) -> None:
     """Load a state whose dtypes, shapes and names must be right."""
+    state = dict(state)
+    for name, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, SharedBuffers):
+            part.pack_state(state, f"{name}." if name else "")
     variables = module.state_dict(keep_vars=True)
     own = {name: value for name, value in variables.items() if isinstance(value, Tensor)}
     own |= _outlier_columns(module, state, source)
@@ -80,5 +85,7 @@ def _outlier_columns(module: nn.Module, state: Mapping[str, Tensor], source: str
 
 
 def _is_scale(name: str, own: Mapping[str, Tensor]) -> bool:
-    weight = own.get(name.removesuffix("_scale"))
-    return name.endswith("_scale") and weight is not None and weight.dtype == torch.int8
+    of = name.removesuffix("_scale")
+    of = f"{of.removesuffix('input')}weight" if of.endswith("input") else of
+    weight = own.get(of, own.get(f"{of}_packed"))
+    return name.endswith("_scale") and weight is not None and weight.dtype in (torch.int8, torch.int32)

@@ -47,7 +47,7 @@ def write_safetensors(path: Path, state: Mapping[str, Tensor], config: Mapping[s
 
 def written_for_each(name: str) -> bool:
     """Tell whether a tensor is written under each of its names: Transformers ties weights, but not their scales."""
-    return name.endswith(("_scale", "_zero_point"))
+    return name.endswith(("_scale", "_zero_point", "_shape"))
 
 
 def _untie(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

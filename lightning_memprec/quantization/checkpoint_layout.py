@@ -15,7 +15,8 @@ from lightning_memprec.quantization.modules.base import Int8Module, Scheme
 from lightning_memprec.quantization.modules.dequantizing import DequantizingModule
 from lightning_memprec.quantization.modules.embedding import Int8Embedding
 from lightning_memprec.quantization.modules.linear import Int8Linear
-from lightning_memprec.quantization.swapping import swap
+from lightning_memprec.quantization.packing import is_packed
+from lightning_memprec.quantization.swapping import build_layers, swap
 from lightning_memprec.quantization.targets import Target, find_targets
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
     "rebuild",
 ]
 
-_VERSION = 1  # Of this description; raised when an older reader would misread a newer file.
+# Of this description; raised when an older reader would misread a newer file. In version 1 integers of any width are
+# int8, from version 2 on those of up to 4 bits are packed.
+_PLAIN, _PACKED = 1, 2
 _KINDS: dict[type[nn.Module], str] = {Int8Linear: "Linear", Int8Embedding: "Embedding"}
 _DTYPES = {
     "float64": torch.float64,
@@ -83,7 +86,7 @@ def layout_to_config(layers: Mapping[str, LayerLayout]) -> dict[str, Any]:
     for name, layer in layers.items():
         groups.setdefault(layer, []).append(name)
     return {
-        "version": _VERSION,
+        "version": _PACKED if any(is_packed(layer.scheme.bits) for layer in layers.values()) else _PLAIN,
         "groups": [
             {
                 "kind": layer.kind,
@@ -108,9 +111,10 @@ def layout_from_config(config: Any, source: str) -> dict[str, LayerLayout]:
     """
     try:
         version = config["version"]
-        if version != _VERSION:
+        if version not in (_PLAIN, _PACKED):
             raise QuantizedFileError(
-                f"{source!r} has a layout of version {version!r}; this release reads {_VERSION}. Update the package."
+                f"{source!r} has a layout of version {version!r}; this release reads {_PLAIN} and {_PACKED}. Update"
+                " the package."
             )
         return dict(_layers(config["groups"]))
     except QuantizedFileError:
@@ -156,7 +160,8 @@ def rebuild(module: nn.Module, layers: Mapping[str, LayerLayout], source: str) -
     targets = _targets(module, wanted, source)
     weights = blank_weights(targets)
     with torch.no_grad():
-        swap(module, {id(target.module): target.build(weights[target.name]) for target in targets})
+        built = build_layers(targets, weights)
+        swap(module, {id(target.module): built[target.name] for target in targets})
     for name, layer in layers.items():
         part = module.get_submodule(name)
         if isinstance(part, (Int8Module, DequantizingModule)):

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
-from lightning_memprec.quantization.affine import Granularity, Quantized, dequantize, spread
+from lightning_memprec.quantization.affine import Granularity
 from lightning_memprec.quantization.affine import Mapping as RangeMapping
+from lightning_memprec.quantization.batch_norm import (
+    BatchNorm,
+    batch_norm_moments,
+    check_batch_norm,
+    folded_batch_norm,
+    retune_batch_norm_,
+)
+from lightning_memprec.quantization.layer_rows import held_bytes, layer_rows
 from lightning_memprec.quantization.measure import Comparison, call, run_batches
 from lightning_memprec.quantization.methods import Method, Solution, resolve
-from lightning_memprec.quantization.modules.base import Activations, Scheme
+from lightning_memprec.quantization.modules.base import Activations
 from lightning_memprec.quantization.modules.linear import Int8Linear
 from lightning_memprec.quantization.outliers import OutlierStatistics
-from lightning_memprec.quantization.report import LayerRow, QuantizationReport
-from lightning_memprec.quantization.swapping import swap
-from lightning_memprec.quantization.targets import Skipped, Target, find_targets
+from lightning_memprec.quantization.padding import Mask, MaskedForward
+from lightning_memprec.quantization.progress import Progress
+from lightning_memprec.quantization.report import QuantizationReport
+from lightning_memprec.quantization.rounding import round_to_nearest
+from lightning_memprec.quantization.static_inputs import with_static_inputs
+from lightning_memprec.quantization.swapping import build_layers, swap
+from lightning_memprec.quantization.targets import Target, find_targets
 
 __all__ = ["quantize_"]
-
-_Weights = Mapping[str, Mapping[str, Quantized]]
 
 
 def quantize_(
@@ -42,6 +50,9 @@ def quantize_(
     exclude: list[str] | None = None,
     calibration: Iterable[Any] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    mask: Mask | None = None,
+    method_options: Mapping[str, Any] | None = None,
+    batch_norm: BatchNorm = "keep",
 ) -> QuantizationReport:
     """Replace the layers of a model by int8 ones, in place.
 
@@ -52,12 +63,13 @@ def quantize_(
     Args:
         module: The model. A copy (``copy.deepcopy``) keeps the float model.
         method: ``"weight_only"``, ``"absmax"``, ``"zeropoint"``, ``"vectorwise"``, ``"llm_int8"``, one of those that
-            learn from calibration data (``"layer_wise"``, ``"gptq"``, ``"obq"``), or one that was registered. Each is a
-            preset of the following.
+            learn from calibration data (``"layer_wise"``, ``"gptq"``, ``"obq"``, ``"adaquant"``, ``"zeroquant"``,
+            ``"brecq"``), or one that was registered. Each is a preset of the following.
         bits: Width of the weights, 2 to 8.
         weight_granularity: One scale for each ``"tensor"``, ``"channel"`` or ``"group"``.
         mapping: ``"symmetric"``, ``"affine"`` or ``"affine_textbook"``.
-        activations: ``"float"``, or int8 with one scale for each ``"tensor"`` or ``"token"``.
+        activations: ``"float"``, or int8 with one scale for each ``"tensor"`` or ``"token"``, or a ``"static"`` one
+            from calibration data, so that nothing has to be measured at run time.
         outlier_threshold: Input features that reach it stay in floating point.
         group_size: Weights of a channel that share a scale; implies ``"group"``.
         exact_outliers: Keep the float weight of input features that reach the threshold in the calibration batches;
@@ -68,6 +80,13 @@ def quantize_(
         calibration: Batches for the report's output errors and outliers, and for methods that learn from data.
         forward: Runs one batch, ``forward(module, batch)``; by default the module is called with it, a mapping
             becoming keywords and a tuple arguments.
+        mask: Key of the batches, or function of a batch, for ones where there are tokens and zeros where there is
+            padding, ``[batch, tokens]``: padding is neither learned from nor measured. By default
+            ``"attention_mask"`` where a batch has it.
+        method_options: Options of a method that learns, such as ``{"act_order": True}``; see its class.
+        batch_norm: ``"fold"`` lets convolutions take over the factors of the batch norms behind them before they are
+            quantized; ``"retune"`` shifts the running statistics of batch norms as quantization shifts what enters
+            them; ``"keep"`` leaves them. See :mod:`lightning_memprec.quantization.batch_norm`.
 
     Returns:
         A row for each layer, and totals.
@@ -89,33 +108,46 @@ def quantize_(
         "outlier_threshold": outlier_threshold,
         "group_size": group_size,
     }
-    chosen = resolve(method, overrides)
+    chosen = resolve(method, overrides, method_options)
     if chosen.needs_calibration and calibration is None:
-        raise ValueError(f"The method {method!r} learns from data. Give batches with `calibration`.")
+        what = (
+            "Static activations need"
+            if chosen.scheme.activations == "static"
+            else f"The method {method!r} learns from"
+        )
+        raise ValueError(f"{what} data. Give batches with `calibration`.")
     can_keep = calibration is not None and chosen.scheme.outlier_threshold is not None
     if exact_outliers and not can_keep:
         raise ValueError(
             "`exact_outliers` needs an outlier threshold, and batches to find the outliers in."
             " Use the method 'llm_int8' and give `calibration`."
         )
-    run = forward or call
+    run = MaskedForward(forward or call, mask)
     batches = None if calibration is None else list(calibration)
+    check_batch_norm(batch_norm, batches)
     targets, skipped = find_targets(module, chosen.scheme, include, exclude)
     # Inference tensors could not be saved for a backward pass later.
-    with torch.inference_mode(False), torch.no_grad():
-        before = _bytes(module)
-        weights = _solve(module, chosen, targets, batches, run)
-        replacements = {target.name: target.build(dict(weights[target.name])) for target in targets}
-        comparison = _compare(module, targets, replacements, chosen.scheme, batches, run)
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as undone_if_it_fails:
+        if batch_norm == "fold":
+            skipped = skipped + undone_if_it_fails.enter_context(folded_batch_norm(module))
+        before = held_bytes(module)
+        targets, solution = _solve(module, chosen, targets, batches, run)
+        replacements = build_layers(targets, solution)
+        comparison = _compare(module, targets, replacements, chosen, batches, run)
         keeps = can_keep if exact_outliers is None else exact_outliers
         if comparison is not None and keeps and _keep_outliers(targets, replacements, comparison):
-            comparison = _compare(module, targets, replacements, chosen.scheme, batches, run)
-        rows = _rows(module, targets, skipped, weights, replacements, comparison)
+            comparison = _compare(module, targets, replacements, chosen, batches, run)
+        rows = layer_rows(
+            module, targets, skipped, solution, replacements, comparison, learned=chosen.solver is not None
+        )
+        moments = batch_norm_moments(module, batches or [], run) if batch_norm == "retune" else {}
         swap(module, {id(target.module): replacements[target.name] for target in targets})
+        if moments:
+            retune_batch_norm_(module, moments, batches or [], run)
     outliers = (
         None if comparison is None or comparison.statistics is None else comparison.statistics.to_dict()
     )
-    return QuantizationReport(method, tuple(rows), before, _bytes(module), outliers)
+    return QuantizationReport(method, tuple(rows), before, held_bytes(module), outliers)
 
 
 def _solve(
@@ -124,58 +156,44 @@ def _solve(
     targets: list[Target],
     batches: list[Any] | None,
     run: Callable[..., Any],
-) -> _Weights:
-    if method.solver is not None:
-        return method.solver(module, targets, batches, run)
-    return round_to_nearest(targets)
-
-
-def round_to_nearest(targets: list[Target]) -> dict[str, dict[str, Quantized]]:
-    """Quantize the weights of targets without looking at data; a weight that several layers share only once.
-
-    Args:
-        targets: What to quantize.
-
-    Raises:
-        ValueError: If a weight cannot be quantized; the message names the layer.
-    """
-    seen: dict[tuple[int, torch.Size], Quantized] = {}
-    weights: dict[str, dict[str, Quantized]] = {}
-    for target in targets:
-        weights[target.name] = {}
-        parameters = dict(target.module.named_parameters())
-        for key, read in target.weights.items():
-            matrix = read()
-            # With the shape, because GPT-2's Conv1D reads the same parameter transposed.
-            identity = (id(parameters.get(key, matrix)), matrix.shape)
-            try:
-                quantized = seen.get(identity) or target.scheme.quantize(matrix)
-            except ValueError as error:
-                raise ValueError(f"`{target.name}.{key}` cannot be quantized: {error}") from None
-            weights[target.name][key] = quantized
-            if key in parameters:
-                seen[identity] = quantized
-    return weights
+) -> tuple[list[Target], Solution]:
+    notes: dict[str, str] = {}
+    if method.scheme.activations == "static":
+        targets, notes = with_static_inputs(module, targets, batches or [], run)
+    weights = (
+        round_to_nearest(targets) if method.solver is None else method.solver(module, targets, batches, run)
+    )
+    solution = weights if isinstance(weights, Solution) else Solution(weights, {})
+    for name, note in notes.items():
+        solution.notes[name] = "; ".join(filter(None, [solution.notes.get(name), note]))
+    return solution.complete(targets), solution
 
 
 def _compare(
     module: nn.Module,
     targets: list[Target],
     replacements: Mapping[str, nn.Module],
-    scheme: Scheme,
+    method: Method,
     batches: list[Any] | None,
-    run: Callable[..., Any],
+    run: MaskedForward,
 ) -> Comparison | None:
     if batches is None:
         return None
-    statistics = None if scheme.outlier_threshold is None else OutlierStatistics(scheme.outlier_threshold)
+    threshold = method.scheme.outlier_threshold
+    statistics = None if threshold is None else OutlierStatistics(threshold)
     watched = frozenset(name for name, layer in replacements.items() if isinstance(layer, Int8Linear))
-    comparison = Comparison(statistics, watched)
-    with ExitStack() as hooks:
+    comparison = Comparison(run, statistics, watched)
+    with ExitStack() as hooks, Progress(len(batches)) as progress:
         for target in targets:
             handle = comparison.attach(target.name, target.module, replacements[target.name])
             hooks.callback(handle.remove)
-        run_batches(module, batches, run)
+
+        def measure(module: nn.Module, batch: Any) -> None:
+            progress.step("calibration batches measured")
+            comparison.batches += 1
+            run(module, batch)
+
+        run_batches(module, batches, measure)
     for target in targets:
         replacements[target.name].train(target.module.training)
     return comparison
@@ -191,74 +209,8 @@ def _keep_outliers(
         if isinstance(layer, Int8Linear) and comparison.statistics is not None:
             columns, matrix = comparison.statistics.columns(target.name), target.weights["weight"]()
             # Inputs that were never normalized can be outliers throughout.
-            added = len(columns) * matrix.shape[0] * matrix.element_size()
-            if columns and added + matrix.numel() < matrix.numel() * matrix.element_size():
+            added, kept_now = len(columns) * matrix.shape[0] * matrix.element_size(), layer.stored()
+            if columns and added + kept_now.nbytes < matrix.nbytes:
                 layer.keep_columns(torch.tensor(columns), matrix)
                 kept = True
     return kept
-
-
-def _rows(
-    module: nn.Module,
-    targets: list[Target],
-    skipped: list[Skipped],
-    weights: _Weights,
-    replacements: Mapping[str, nn.Module],
-    comparison: Comparison | None,
-) -> list[LayerRow]:
-    before: set[int] = set()
-    after: set[int] = set()
-    rows = {}
-    for target in targets:
-        columns = None
-        if comparison is not None and comparison.statistics is not None:
-            columns = comparison.statistics.count(target.name)
-        rows[target.name] = LayerRow(
-            name=target.name,
-            kind=type(target.module).__name__,
-            scheme=str(target.scheme),
-            sqnr_db=_sqnr(target, weights[target.name]),
-            output_error=None if comparison is None else comparison.error(target.name),
-            bytes_before=_bytes(target.module, before),
-            bytes_after=_bytes(replacements[target.name], after),
-            outlier_columns=columns,
-            note=weights.notes.get(target.name) if isinstance(weights, Solution) else None,
-        )
-    for left in skipped:
-        rows[left.name] = LayerRow(
-            name=left.name,
-            kind=type(left.module).__name__,
-            bytes_before=_bytes(left.module, before),
-            bytes_after=_bytes(left.module, after),
-            reason=left.reason,
-        )
-    return [rows[name] for name, _ in module.named_modules() if name in rows]
-
-
-def _sqnr(target: Target, quantized: Mapping[str, Quantized]) -> float:
-    signal = noise = 0.0
-    for key, read in target.weights.items():
-        matrix, (values, scale, zero_point) = read().float(), quantized[key]
-        size = target.scheme.group_size
-        columns = matrix.shape[1]
-        zero_points = None if zero_point is None else spread(zero_point, columns, size)
-        difference = matrix - dequantize(values, spread(scale, columns, size), zero_points)
-        signal += float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
-        noise += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
-    return math.inf if noise == 0 else 10 * math.log10(max(signal, 1e-300) / noise)
-
-
-def _bytes(module: nn.Module, counted: set[int] | None = None) -> int:
-    counted = set() if counted is None else counted
-    total = 0
-    for tensor in _tensors(module):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in counted or not storage.data_ptr():
-            counted.add(storage.data_ptr())
-            total += tensor.numel() * tensor.element_size()
-    return total
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    # A lazy layer has no size yet.
-    return [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]

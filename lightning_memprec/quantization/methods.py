@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_memprec.quantization.affine import Quantized
 from lightning_memprec.quantization.modules.base import Scheme
@@ -26,11 +26,26 @@ class Solution(dict[str, dict[str, Quantized]]):
     Args:
         weights: The matrices.
         notes: What was not done as asked, by target; shown in the report.
+        inputs: Scale and zero point of static activations that the solver chose, by target.
+        biases: Biases that it chose, by target, FP32.
     """
 
-    def __init__(self, weights: Mapping[str, dict[str, Quantized]], notes: dict[str, str]) -> None:
-        super().__init__(weights)
+    def __init__(self, weights: Mapping[str, Mapping[str, Quantized]], notes: dict[str, str]) -> None:
+        super().__init__({name: dict(own) for name, own in weights.items()})
         self.notes = notes
+        self.inputs: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self.biases: dict[str, Tensor] = {}
+
+    def complete(self, targets: list[Target]) -> list[Target]:
+        """Return targets that build layers with the inputs' scales and the biases of this solution."""
+        return [
+            replace(
+                target,
+                inputs=self.inputs.get(target.name, target.inputs),
+                bias=self.biases.get(target.name, target.bias),
+            )
+            for target in targets
+        ]
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Method:
         scheme: Preset; keywords of ``quantize_`` override its parts.
         solver: Finds the integers: called with the float model, the targets, the calibration batches and the function
             that runs a batch; returns quantized matrices by target and weight name. ``None`` rounds to nearest.
-        needs_calibration: Whether the solver cannot do without batches.
+        needs_calibration: Whether it cannot do without batches; static activations never can.
     """
 
     name: str
@@ -70,15 +85,16 @@ def method_names() -> list[str]:
     return list(_METHODS)
 
 
-def resolve(name: str, overrides: Mapping[str, Any]) -> Method:
+def resolve(name: str, overrides: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Method:
     """Return a method with parts of its preset overridden.
 
     Args:
         name: Name of the method.
         overrides: Fields of :class:`~lightning_memprec.quantization.modules.base.Scheme`; ``None`` keeps the preset.
+        options: Fields of its solver that differ from the defaults.
 
     Raises:
-        ValueError: If there is no such method, or the parts do not fit together.
+        ValueError: If there is no such method, the parts do not fit together, or an option does not exist.
     """
     if name not in _METHODS:
         raise ValueError(f"There is no method {name!r}. Choose one of: {', '.join(_METHODS)}.")
@@ -90,7 +106,31 @@ def resolve(name: str, overrides: Mapping[str, Any]) -> Method:
         changes["group_size"] = None
     if changes.get("activations") == "float" and "outlier_threshold" not in changes:
         changes["outlier_threshold"] = None
-    return replace(method, scheme=replace(method.scheme, **changes))
+    scheme = replace(method.scheme, **changes)
+    needs = method.needs_calibration or scheme.activations == "static"
+    solver = _with_options(method, options) if options else method.solver
+    return replace(method, scheme=scheme, solver=solver, needs_calibration=needs)
+
+
+def _with_options(method: Method, options: Mapping[str, Any]) -> Solver:
+    solver: Any = method.solver
+    if not is_dataclass(solver) or isinstance(solver, type):
+        raise ValueError(
+            f"The method {method.name!r} has no options, got {dict(options)}. Drop `method_options`."
+        )
+    known = {field.name: getattr(solver, field.name) for field in fields(solver) if field.init}
+    for name, value in options.items():
+        if name not in known:
+            listed = ", ".join(f"{key} ({default!r})" for key, default in known.items())
+            raise ValueError(f"The method {method.name!r} has no option {name!r}. Its options are: {listed}.")
+        # The defaults tell the types; an integer may stand for a float, but not for a bool.
+        kind, given = type(known[name]), type(value)
+        if known[name] is not None and given is not kind and (given, kind) != (int, float):
+            raise ValueError(
+                f"The option {name!r} of {method.name!r} must be {kind.__name__}, got {value!r}."
+                f" Its default is {known[name]!r}."
+            )
+    return cast("Solver", replace(solver, **options))
 
 
 register_method(Method("weight_only", Scheme()))

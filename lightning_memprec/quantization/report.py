@@ -27,7 +27,7 @@ class LayerRow:
         bytes_after: The same of the int8 layer.
         outlier_columns: Input features that reached the outlier threshold in the calibration batches.
         reason: Why the layer was left.
-        note: What a method that learns did not do as asked.
+        note: What a method that learns did not do as asked, and whether all batches reached the layer.
     """
 
     name: str
@@ -63,7 +63,7 @@ class QuantizationReport:
 
     @property
     def quantized(self) -> tuple[LayerRow, ...]:
-        """Rows of the layers that are int8 now."""
+        """Rows of the layers that hold integers now."""
         return tuple(row for row in self.layers if row.reason is None)
 
     @property
@@ -88,7 +88,7 @@ class QuantizationReport:
     def __str__(self) -> str:
         width = max([len(row.name) for row in self.layers] + [5])
         lines = [
-            f"{self.method}: {len(self.quantized)} layers in int8, {len(self.skipped)} left,"
+            f"{self.method}: {len(self.quantized)} layers quantized, {len(self.skipped)} left,"
             f" {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}",
             f"{'layer':{width}s}  SQNR dB  {'error':>8s}  outliers  {'before':>11s}  {'after':>11s}  scheme",
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from lightning_memprec.quantization.checkpoint_layout import (
 from lightning_memprec.quantization.methods import resolve
 from lightning_memprec.quantization.modules.base import Scheme
 from lightning_memprec.quantization.modules.dequantizing import DequantizingModule
-from lightning_memprec.quantization.swapping import swap
+from lightning_memprec.quantization.packing import is_packed, pack
+from lightning_memprec.quantization.swapping import build_layers, swap
 from lightning_memprec.quantization.targets import Target, find_targets
 
 __all__ = ["Stored", "Streamed", "StreamedTensor", "stream_quantized"]
@@ -104,15 +106,16 @@ def stream_quantized(
     """
     chosen = resolve(method, overrides)
     if chosen.solver is not None or chosen.needs_calibration:
+        static = chosen.scheme.activations == "static"
+        what = "Static activations need" if static else f"The method {method!r} learns from"
         raise ValueError(
-            f"The method {method!r} learns from data, which a checkpoint does not hold. Use 'weight_only',"
+            f"{what} data, which a checkpoint does not hold. Use 'weight_only',"
             " 'vectorwise' or 'llm_int8', or the callback `PostTrainingQuantization`."
         )
     variables = module.state_dict(keep_vars=True)
     available = _complete(variables, weights, type(module).__name__)
     targets, skipped = find_targets(module, chosen.scheme, include, exclude)
-    blanks = blank_weights(targets)
-    built = {target.name: target.build(blanks[target.name]) for target in targets}
+    built = build_layers(targets, blank_weights(targets))
     readers: dict[int, Callable[[], Tensor]] = {}
     for target in targets:
         readers |= _readers(target, built[target.name], available)
@@ -157,9 +160,11 @@ def _readers(target: Target, built: Any, available: Mapping[str, Stored]) -> dic
         else:
             dtype = _dtype_of(target, available)
             matrix, shaped = _filled(target, available, read), layer.from_matrix
+        if is_packed(target.scheme.bits):
+            shaped = partial(pack, bits=target.scheme.bits)
         layer.float_dtype = built.float_dtype = dtype
         weight = _Weight(f"{target.name}.{key}", target.scheme, matrix, shaped)
-        readers[id(layer.get_buffer(leaf))] = weight.values
+        readers[id(layer.stored(leaf))] = weight.values
         readers[id(layer.get_buffer(f"{leaf}_scale"))] = weight.scale
         if target.scheme.mapping != "symmetric":
             readers[id(layer.get_buffer(f"{leaf}_zero_point"))] = weight.zero_point

@@ -1,12 +1,40 @@
-"""Exchange modules inside a model."""
+"""Build int8 modules and put them into a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["swap"]
+from lightning_memprec.quantization.affine import Quantized
+from lightning_memprec.quantization.modules.base import SharedBuffers
+from lightning_memprec.quantization.targets import Target
+
+__all__ = ["build_layers", "swap"]
+
+
+def build_layers(
+    targets: list[Target], weights: Mapping[str, Mapping[str, Quantized]]
+) -> dict[str, nn.Module]:
+    """Build the replacements of targets; weights that are one tensor stay one tensor where they are packed.
+
+    Args:
+        targets: What to replace.
+        weights: Quantized matrices by target and weight name.
+
+    Returns:
+        Modules by target.
+    """
+    layers: dict[str, nn.Module] = {}
+    first: dict[int, Tensor] = {}
+    for target in targets:
+        layers[target.name] = target.build(dict(weights[target.name]))
+        for key, quantized in weights[target.name].items():
+            owner, _, name = key.rpartition(".")
+            part = layers[target.name].get_submodule(owner)
+            if isinstance(part, SharedBuffers) and f"{name}_packed" in part._buffers:
+                part._buffers[f"{name}_packed"] = first.setdefault(id(quantized.values), part.stored(name))
+    return layers
 
 
 def swap(root: nn.Module, replacements: Mapping[int, nn.Module]) -> None:

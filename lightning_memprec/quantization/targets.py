@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_memprec.quantization.affine import Quantized
-from lightning_memprec.quantization.modules.base import Scheme
+from lightning_memprec.quantization.modules.base import Int8Module, Scheme
 from lightning_memprec.quantization.modules.conv import Int8Conv, Int8ConvTranspose, conv_matrix
 from lightning_memprec.quantization.modules.dequantizing import DequantizingModule
 from lightning_memprec.quantization.modules.embedding import Int8Embedding
@@ -34,6 +34,8 @@ class Target:
         module: The float module.
         scheme: How to quantize it; what the user asked for, less what does not apply to such a module.
         weights: Functions that return its matrices ``[channels, features]``, by the name of the weight.
+        inputs: Scale and zero point of static activations, ``[1]``.
+        bias: What takes the place of the layer's bias; for a layer that has one.
     """
 
     name: str
@@ -41,10 +43,18 @@ class Target:
     scheme: Scheme
     weights: dict[str, Callable[[], Tensor]] = field(repr=False)
     _build: _Builder = field(repr=False)
+    inputs: tuple[Tensor, Tensor | None] | None = field(default=None, repr=False)
+    bias: Tensor | None = field(default=None, repr=False)
 
     def build(self, quantized: dict[str, Quantized]) -> nn.Module:
         """Make the int8 module."""
-        return self._build(self.module, quantized, self.scheme)
+        replacement = self._build(self.module, quantized, self.scheme)
+        if self.inputs is not None:
+            cast("Int8Module", replacement).set_inputs(*self.inputs)
+        if self.bias is not None:
+            given = cast("nn.Parameter", replacement.bias)
+            replacement.bias = nn.Parameter(self.bias.to(given), requires_grad=given.requires_grad)
+        return replacement
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ def test_report_adds_up():
     assert first.sqnr_db == pytest.approx(10 * math.log10(weight.double().square().sum() / noise))
     assert json.loads(json.dumps(report.to_dict()))["layers"][1]["reason"] == "excluded by name"
     text = str(report)
-    assert "1 layers in int8, 1 left" in text
+    assert "1 layers quantized, 1 left" in text
     assert "left: excluded by name" in text
 
 
@@ -305,7 +305,7 @@ def test_an_exact_weight_has_no_noise():
         ({"method": "gguf"}, "no method 'gguf'. Choose one of: weight_only, absmax"),
         ({"outlier_threshold": 6.0}, "`activations` is 'float'"),
         ({"method": "llm_int8", "outlier_threshold": -1.0}, "must be larger than 0, got -1.0"),
-        ({"activations": "row"}, "`activations` must be 'float', 'tensor' or 'token', got 'row'"),
+        ({"activations": "row"}, "`activations` must be 'float', 'tensor', 'token' or 'static', got 'row'"),
         ({"weight_granularity": "group"}, "`group_size` must be a positive integer, got None"),
     ],
     ids=str,

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_memprec.quantization import kernels
+from lightning_memprec.quantization import kernels, kernels_portable
 from lightning_memprec.quantization.affine import dequantize
-from lightning_memprec.quantization.kernels import Fbgemm, IntMM, Kernel, OneDNN, explain, probe, select
+from lightning_memprec.quantization.kernels import explain, probe, select
+from lightning_memprec.quantization.kernels_base import Kernel
+from lightning_memprec.quantization.kernels_int8 import BitsAndBytes, Fbgemm, IntMM, OneDNN
 from lightning_memprec.quantization.modules.base import Scheme
 from lightning_memprec.quantization.modules.linear import Int8Linear
 
@@ -77,7 +79,7 @@ def test_bitsandbytes_is_the_product_of_integers():
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     model, values = layer(torch.randn(24, 32), activations="token"), torch.randn(5, 32)
-    answer = kernels.BitsAndBytes().run(values, model, None)
+    answer = BitsAndBytes().run(values, model, None)
     torch.testing.assert_close(answer.double(), by_integers(values, model), rtol=1e-5, atol=1e-5)
 
 
@@ -97,7 +99,8 @@ def test_fbgemm_is_near_the_product_of_integers(bits):
 
 SATURATED = """
 import torch
-from lightning_memprec.quantization.kernels import IntMM, explain, probe
+from lightning_memprec.quantization.kernels import explain, probe
+from lightning_memprec.quantization.kernels_int8 import IntMM
 from lightning_memprec.quantization.modules.base import Scheme
 from lightning_memprec.quantization.modules.linear import Int8Linear
 
@@ -206,8 +209,8 @@ def test_what_needs_the_portable_kernel(scheme, reason):
 
 
 def test_blocks_cover_all_channels(monkeypatch):
-    monkeypatch.setattr(kernels, "_BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(kernels_portable, "_BLOCK_ELEMENTS", 100)
     model = layer(torch.randn(23, 16))
-    assert list(kernels.blocks(model)) == [(0, 6), (6, 12), (12, 18), (18, 23)]
+    assert list(kernels_portable.blocks(model)) == [(0, 6), (6, 12), (12, 18), (18, 23)]
     values = torch.randn(4, 16)
     torch.testing.assert_close(model(values), values @ model.dequantize().t())

@@ -36,7 +36,7 @@ def conv_matrix(weight: Tensor, groups: int, transposed: bool) -> Tensor:
 class Int8Conv(Int8Module):
     """``nn.Conv1d``, ``2d`` or ``3d`` with an int8 weight, dequantized for each call.
 
-    Quantized activations have one scale for the tensor or, for ``"token"``, for each sample.
+    Quantized activations have one scale for the tensor, for ``"token"`` one for each sample, or a static one.
 
     Args:
         weight: Quantized weight ``[output channels, features]``.
@@ -88,7 +88,10 @@ class Int8Conv(Int8Module):
         batched = values.dim() == len(self.kernel_size) + 2
         samples = values.flatten(1) if batched else values.reshape(1, -1)
         rounded = fake_quantize(
-            samples.float(), per_token=self.scheme.activations == "token", mapping=self.scheme.mapping
+            samples.float(),
+            per_token=self.scheme.activations == "token",
+            mapping=self.scheme.mapping,
+            parameters=self.static_inputs(),
         )
         return rounded.reshape(values.shape).to(values.dtype)
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memprec.quantization.affine import Quantized, dequantize, spread
+from lightning_memprec.quantization.affine import Quantized, dequantize_matrix
 from lightning_memprec.quantization.modules.base import Scheme, SharedBuffers
+from lightning_memprec.quantization.packing import is_packed, unpack
 
 __all__ = ["DequantizingModule"]
 
@@ -21,8 +22,8 @@ __all__ = ["DequantizingModule"]
 class DequantizingModule(SharedBuffers):
     """A module whose matrices are int8 and are dequantized for each call; activations stay in floating point.
 
-    State: for every matrix ``name`` of the float module, ``name`` (int8), ``name_scale`` (FP32) and, if affine,
-    ``name_zero_point``; other parameters and buffers are as they were.
+    State: for every matrix ``name`` of the float module, ``name`` (int8) or, for up to 4 bits, ``name_packed`` (int32),
+    ``name_scale`` (FP32) and, if affine, ``name_zero_point``; other parameters and buffers are as they were.
 
     Args:
         module: The float module. Its matrices are taken out of it.
@@ -42,6 +43,7 @@ class DequantizingModule(SharedBuffers):
     ) -> None:
         super().__init__()
         self.scheme, self._names = scheme, tuple(weights)
+        self._shapes = {name: weight.values.shape for name, weight in weights.items()}
         floats = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
         self.float_dtype = floats[0] if floats else torch.float32
         self.training = module.training
@@ -58,20 +60,26 @@ class DequantizingModule(SharedBuffers):
         self.__dict__["_shell"] = _empty(module)
 
     def _register(self, name: str, weight: Quantized) -> None:
-        self.register_buffer(name, weight.values)
+        self._hold(name, weight.values, weight.values)
         self.register_buffer(f"{name}_scale", weight.scale)
         self.register_buffer(f"{name}_zero_point", weight.zero_point)
 
+    def _integers(self, name: str) -> Tensor:
+        stored = self.stored(name)
+        return (
+            unpack(stored, self.scheme.bits, self._shapes[name][1]) if is_packed(self.scheme.bits) else stored
+        )
+
+    def weight_shape(self, name: str = "weight") -> torch.Size:
+        """Return the shape of one matrix."""
+        return self._shapes[name]
+
     def dequantize_weight(self, name: str) -> Tensor:
         """Return one matrix in FP32."""
-        integers: Tensor = self._buffers[name]  # type: ignore[assignment]
+        integers = self._integers(name)
         scale: Tensor = self._buffers[f"{name}_scale"]  # type: ignore[assignment]
         zero_point = self._buffers[f"{name}_zero_point"]
-        if self.scheme.group_size is not None:
-            columns = integers.shape[1]
-            scale = spread(scale, columns, self.scheme.group_size)
-            zero_point = None if zero_point is None else spread(zero_point, columns, self.scheme.group_size)
-        return dequantize(integers, scale, zero_point)
+        return dequantize_matrix(integers, scale, zero_point, self.scheme.group_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the float module with dequantized weights."""
@@ -99,6 +107,8 @@ class DequantizingModule(SharedBuffers):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in self.__dict__.get("_names", ()):
+                return self._integers(name)  # Packed, so that there is no buffer of this name.
             # `num_heads`, `batch_first`, `hidden_size`: what surrounding modules ask of the float module.
             shell = self.__dict__.get("_shell")
             if shell is None or name.startswith("__"):

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from lightning_memprec.quantization.affine import Quantized, dequantize, spread
 from lightning_memprec.quantization.modules.base import Int8Module, Scheme
+from lightning_memprec.quantization.packing import is_packed, unpack
 
 __all__ = ["Int8Embedding"]
 
@@ -34,7 +35,9 @@ class Int8Embedding(Int8Module):
         Returns:
             ``[*indices.shape, embedding_dim]`` in the float layer's dtype.
         """
-        rows = F.embedding(indices, self.weight)
+        rows = F.embedding(indices, self.stored())
+        if is_packed(self.scheme.bits):
+            rows = unpack(rows, self.scheme.bits, self.embedding_dim)
         scale, zero_point = self._of_rows(indices, self.weight_scale), self.weight_zero_point
         return dequantize(rows, scale, None if zero_point is None else self._of_rows(indices, zero_point)).to(
             self.float_dtype

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from lightning_memprec.quantization.activations import fake_quantize, outlier_columns
 from lightning_memprec.quantization.affine import Quantized
-from lightning_memprec.quantization.kernels import Kernel, blocks, portable, select
+from lightning_memprec.quantization.kernels import select
+from lightning_memprec.quantization.kernels_base import Kernel
+from lightning_memprec.quantization.kernels_portable import blocks, portable
 from lightning_memprec.quantization.modules.base import Int8Module, Scheme, float_input
 
 __all__ = ["Int8Linear"]
@@ -66,7 +68,7 @@ class Int8Linear(Int8Module):
             columns: Input features, int64 ``[C]``.
             matrix: The float weight ``[out_features, in_features]``.
         """
-        self.outlier_indices = columns.to(self.weight.device)
+        self.outlier_indices = columns.to(self.weight_scale.device)
         self.outlier_weight = matrix[:, columns].detach().clone()
         self._packed = None
 
@@ -161,7 +163,13 @@ class Int8Linear(Int8Module):
         if scheme.outlier_threshold is not None:
             outliers = self._outliers(values.detach(), scheme.outlier_threshold)
         per_token = scheme.activations == "token"
-        return fake_quantize(values, per_token=per_token, mapping=scheme.mapping, outliers=outliers)
+        return fake_quantize(
+            values,
+            per_token=per_token,
+            mapping=scheme.mapping,
+            outliers=outliers,
+            parameters=self.static_inputs(),
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Int8Linear:
         super()._apply(fn, recurse)
@@ -174,7 +182,9 @@ class Int8Linear(Int8Module):
         for name in ("outlier_indices", "outlier_weight"):
             stored = state_dict.get(f"{prefix}{name}")
             setattr(
-                self, name, None if stored is None else torch.empty_like(stored, device=self.weight.device)
+                self,
+                name,
+                None if stored is None else torch.empty_like(stored, device=self.weight_scale.device),
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -66,8 +66,8 @@ class LayerWise(Reconstruction):
     """Solver of the method ``"layer_wise"``.
 
     Args:
-        sweeps: Passes over the columns at most, each as long as GPTQ. In ``benchmarks/int8_learned.py`` the error falls
-            by less than 1 % after the fifth.
+        sweeps: Passes over the columns at most, each as long as GPTQ. In ``benchmarks/rounding_orders.py`` the error
+            falls by less than 1 % after the fifth.
     """
 
     sweeps: int = 5

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,14 +16,21 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lightning_memprec.quantization.affine import Quantized
-from lightning_memprec.quantization.calibration import InputProducts, feed, order_of_use, stand_in
-from lightning_memprec.quantization.convert import round_to_nearest
+from lightning_memprec.quantization.calibration import InputProducts, feed, stand_in
+from lightning_memprec.quantization.measure import run_batches
 from lightning_memprec.quantization.methods import Solution
+from lightning_memprec.quantization.progress import Progress
+from lightning_memprec.quantization.reconstruction.blocks import Block, find_blocks
 from lightning_memprec.quantization.reconstruction.hessian import Grid, damped, row_errors
+from lightning_memprec.quantization.reconstruction.paired_rows import survey
+from lightning_memprec.quantization.reconstruction.prefix import Batches, Prefix, Source, calls_of
+from lightning_memprec.quantization.reconstruction.recording import temporary_store
+from lightning_memprec.quantization.rounding import round_to_nearest
 from lightning_memprec.quantization.targets import Target
 
-__all__ = ["Reconstruction"]
+__all__ = ["Reconstruction", "left_out"]
 
+_Unit = list[Target]  # Layers that see the same rows.
 _BUDGET = 2**30  # Bytes of FP64 products held together in parallel mode; a layer alone may need more.
 _NEAREST = "rounded to nearest: "
 
@@ -37,8 +45,9 @@ class Reconstruction(ABC):
 
     Args:
         damping: Share of the mean of the Hessian's diagonal that is added to the diagonal; 1 % in the GPTQ paper.
-        sequential: Give each layer the inputs that it will see, from a model quantized up to there, which takes a pass
-            over the data for each layer. Otherwise those of the float model, many layers in a pass.
+        sequential: Give each layer the inputs that it will see, from a model quantized up to there. In blocks that
+            repeat, layers learn from recorded calls of the block; others take a pass over the data each. Otherwise
+            give layers the inputs of the float model, many in a pass.
     """
 
     damping: float = 0.01
@@ -79,45 +88,80 @@ class Reconstruction(ABC):
         Raises:
             ValueError: If a weight cannot be quantized, there are no batches, or one gives a layer a NaN.
         """
-        data = list(batches or ())
-        solution = Solution(round_to_nearest(targets), _left_out(targets))
-        learning = {target.name: target for target in targets if target.name not in solution.notes}
-        layers = {name: target.module for name, target in learning.items()}
-        used = order_of_use(model, data, forward, layers)
-        for name in learning.keys() - set(used):
-            solution.notes[name] = f"{_NEAREST}no calibration data reached it"
-        with ExitStack() as replaced:
-            if self.sequential:
-                for target in targets:
-                    if target.name not in used:
-                        _replace(replaced, target, solution)
-            for group in self._passes([learning[name] for name in used]):
-                products = {target.name: InputProducts() for target in group}
-                chosen = {target.name: target.module for target in group}
-                feed(model, data, forward, chosen, lambda name, block: products[name].add(block))  # noqa: B023
-                for target in group:
-                    self._learn(target, products.pop(target.name), solution)
-                    if self.sequential:
-                        _replace(replaced, target, solution)
-        return solution
+        run = _Run(self, targets)
+        run.solve(Source(model, Batches(batches or ()), forward))
+        return run.solution
 
-    def _passes(self, targets: list[Target]) -> Iterator[list[Target]]:
-        """Group the layers that share a pass over the data."""
-        group: list[Target] = []
-        size = 0
-        for target in targets:
-            needed = _bytes_of_products(target)
-            if group and (self.sequential or size + needed > _BUDGET):
-                yield group
-                group, size = [], 0
-            group.append(target)
-            size += needed
-        if group:
-            yield group
 
-    def _learn(self, target: Target, products: InputProducts, solution: Solution) -> None:
+class _Run:
+    """One solution in the making."""
+
+    def __init__(self, method: Reconstruction, targets: list[Target]) -> None:
+        self.solution = Solution(round_to_nearest(targets), left_out(targets))
+        self._method, self._targets = method, targets
+        self._progress = Progress(0)
+
+    def solve(self, whole: Source) -> None:
+        """Let all layers learn that can."""
+        model, data, forward = whole
+        learning = {target.name: target for target in self._targets if target.name not in self.solution.notes}
+        blocks = [block for block in find_blocks(model, self._targets) if len(block.targets) > 1]
+        with calls_of(blocks, data) as calls:
+            found = survey(model, data, forward, {name: target.module for name, target in learning.items()})
+        for name in learning.keys() - found.rows.keys():
+            self.solution.notes[name] = f"{_NEAREST}no calibration data reached it"
+        units = [unit for group in found.groups for unit in _units([learning[name] for name in group])]
+        with Progress(len(found.rows)) as self._progress:
+            if self._method.sequential:
+                alone = [block for block in blocks if calls[block.name] == list(range(len(data)))]
+                # Once, so that the model stays in evaluation mode and random generators come back meanwhile.
+                run_batches(model, [None], lambda model, batch: self._one_after_another(whole, units, alone))
+            else:
+                for group in _passes(units):
+                    self._learn_units(group, whole)
+
+    def _one_after_another(self, whole: Source, units: list[_Unit], blocks: list[Block]) -> None:
+        """Let layers learn from the inputs of a model that is quantized up to them.
+
+        Args:
+            whole: The model and its data.
+            units: The layers, in the order of use.
+            blocks: Those that every batch calls once.
+        """
+        learning = {target.name for unit in units for target in unit}
+        with ExitStack() as replaced, Prefix(whole, _BUDGET) as prefix:
+            for target in self._targets:
+                if target.name not in learning:
+                    self._replace(target, replaced)
+            for block, own in _by_block(units, blocks):
+                with temporary_store(_BUDGET) as store:
+                    source = None if block is None else prefix.calls(block, store)
+                    for unit in own:
+                        self._learn_units([unit], source or whole)
+                        for target in unit:
+                            self._replace(target, replaced)
+                    if source is not None:
+                        prefix.finish(source)
+
+    def _replace(self, target: Target, replaced: ExitStack) -> None:
+        """Let the quantized layer stand in for a target in what follows."""
+        replacement = target.build(dict(self.solution[target.name]))
+        replaced.callback(stand_in(target.module, replacement).remove)
+
+    def _learn_units(self, units: list[_Unit], source: Source) -> None:
+        """Quantize layers in one pass over the data; those of a unit share the products of their input."""
+        products = {unit[0].name: InputProducts() for unit in units}
+        layers = {unit[0].name: unit[0].module for unit in units}
+        feed(*source, layers, lambda name, rows: products[name].add(rows))
+        for unit in units:
+            seen = products.pop(unit[0].name)
+            for target in unit:
+                self._progress.step(target.name)
+                self._learn(target, seen)
+
+    def _learn(self, target: Target, products: InputProducts) -> None:
         """Quantize the weight of a layer, each group of a convolution by itself."""
-        nearest = solution[target.name]["weight"]
+        method, nearest = self._method, self.solution[target.name]["weight"]
         device = products.learned_from.device
         matrix = target.weights["weight"]().to(device).double()
         zero_point = None if nearest.zero_point is None else nearest.zero_point.to(device)
@@ -127,7 +171,7 @@ class Reconstruction(ABC):
         size = len(matrix) // len(products.learned_from)
         for group, (hessian, judge) in enumerate(zip(products.learned_from, products.judge, strict=True)):
             own = slice(group * size, (group + 1) * size)
-            found = self.solve(matrix[own], damped(hessian, self.damping), grid.rows(own))
+            found = method.solve(matrix[own], damped(hessian, method.damping), grid.rows(own))
             before, after = (
                 row_errors(matrix[own] - grid.rows(own).real(integers), judge)
                 for integers in (values[own], found)
@@ -135,17 +179,17 @@ class Reconstruction(ABC):
             better = after <= before
             values[own] = torch.where(better[:, None], found, values[own])
             kept += int((~better).sum())
-        solution[target.name]["weight"] = nearest._replace(values=values.to(nearest.values.device))
+        self.solution[target.name]["weight"] = nearest._replace(values=values.to(nearest.values.device))
         notes = []
         if kept:
             notes.append(f"{kept} of {len(matrix)} channels {_NEAREST}that errs less on held-out rows")
         if products.rows < matrix.shape[1]:
             notes.append(f"learned from only {products.rows} rows for {matrix.shape[1]} features")
         if notes:
-            solution.notes[target.name] = "; ".join(notes)
+            self.solution.notes[target.name] = "; ".join(notes)
 
 
-def _left_out(targets: list[Target]) -> dict[str, str]:
+def left_out(targets: list[Target]) -> dict[str, str]:
     """Say why some targets do not learn."""
     uses = Counter(id(parameter) for target in targets for parameter in target.module.parameters())
     notes = {}
@@ -157,10 +201,36 @@ def _left_out(targets: list[Target]) -> dict[str, str]:
     return notes
 
 
-def _replace(replaced: ExitStack, target: Target, solution: Solution) -> None:
-    """Let the quantized layer stand in for a target in what follows."""
-    replacement = target.build(dict(solution[target.name]))
-    replaced.callback(stand_in(target.module, replacement).remove)
+def _units(targets: list[Target]) -> Iterator[_Unit]:
+    """Split layers of one input into those that also see the same rows of it; windows of convolutions may differ."""
+    linear = [target for target in targets if not isinstance(target.module, _ConvNd)]
+    if linear:
+        yield linear
+    yield from ([target] for target in targets if isinstance(target.module, _ConvNd))
+
+
+def _passes(units: list[_Unit]) -> Iterator[list[_Unit]]:
+    """Group the layers that share a pass over the data."""
+    group: list[_Unit] = []
+    size = 0
+    for unit in units:
+        needed = _bytes_of_products(unit[0])
+        if group and size + needed > _BUDGET:
+            yield group
+            group, size = [], 0
+        group.append(unit)
+        size += needed
+    if group:
+        yield group
+
+
+def _by_block(units: list[_Unit], blocks: list[Block]) -> Iterator[tuple[Block | None, list[_Unit]]]:
+    """Group neighbouring units by the block they are in; ``None`` without one, or if it is left and entered again."""
+    owners = {target.name: block for block in blocks for target in block.targets}
+    runs = [(block, list(own)) for block, own in groupby(units, key=lambda unit: owners.get(unit[0].name))]
+    visits = Counter(None if block is None else block.name for block, _ in runs)
+    for block, own in runs:
+        yield (block if block is not None and visits[block.name] == 1 else None), own
 
 
 def _bytes_of_products(target: Target) -> int:
