@@ -139,10 +139,11 @@ class Comparison:
         return "; ".join(parts) or None
 
     def unusable(self, name: str) -> str | None:
-        """Say how many calls of a layer are not in its error, since they gave a NaN or an infinity; ``None`` if none."""
+        """Say how many calls of a layer are not in its error since they gave a NaN or an infinity; ``None`` if none."""
         if name not in self._unusable:
             return None
-        return f"error without {self._unusable[name]} of {len(self._uses[name])} calls, which give NaN or infinite values"
+        count, calls = self._unusable[name], len(self._uses[name])
+        return f"error without {count} of {calls} calls, which give NaN or infinite values"
 
 
 def _first(output: Any) -> Tensor:
