@@ -120,7 +120,7 @@ def refill(container: Any, saved: Any) -> None:
         list(c.items()) if isinstance(c, dict) else [(0, v) for v in c] for c in (container, saved)
     )
     same = len(now) == len(before) and all(
-        a[0] == b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True)
+        a[0] is b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True)
     )
     if same:
         return

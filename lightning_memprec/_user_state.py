@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,10 @@ __all__ = ["unchanged_globals"]
 _PACKAGES = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_OWN = __name__.partition(".")[0]
+# Where distributions put what they package.
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+# Not the user's even where they are installed from a checkout.
+_FRAMEWORKS = {__name__.partition(".")[0], "torch", "lightning", "lightning_fabric", "pytorch_lightning"}
 # Containers larger than this are data.
 _MAX_ITEMS = 1_000
 
@@ -70,12 +74,16 @@ def _namespaces(classes: tuple[type, ...]) -> Iterator[Any]:
 
 
 def _is_users(module: Any) -> bool:
-    if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == _OWN:
+    # Not `torch.ops`, whose class derives from that of modules and whose file is a relative path: C++ keeps hold of the
+    # operators found there, so that taking one away ends the process.
+    if type(module) is not ModuleType or module.__name__.partition(".")[0] in _FRAMEWORKS:
         return False
     if module.__name__ == "__main__":
         return True
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not os.path.abspath(file).startswith(_PACKAGES)
+    if not isinstance(file, str) or not os.path.isabs(file) or file.startswith(_PACKAGES):
+        return False
+    return not any(folder in Path(file).parts for folder in _PACKAGE_FOLDERS)
 
 
 def _undo(namespace: Any) -> Iterator[Callable[[], object]]:

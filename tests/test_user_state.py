@@ -99,6 +99,14 @@ def test_class_in_no_module_is_looked_after():
     assert Local.count == 0
 
 
+def test_operators_stay_where_they_are():
+    """C++ keeps a borrowed reference to them."""
+    torch.library.define("memprec_test::known", "(Tensor x) -> Tensor")
+    with unchanged_globals():
+        packet = torch.ops.memprec_test.known
+    assert vars(torch.ops)["memprec_test"].known is packet
+
+
 def test_installed_packages_are_left_alone():
     marker = types.SimpleNamespace()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["engine_of", "load"]
 
 
-_KEPT: list[object] = []
-
-
-def _operators_of(namespace: Any) -> set[str]:
-    prefix = f"{namespace.name}::"
-    schemas = torch._C._jit_get_all_schemas()
-    return {schema.name.removeprefix(prefix) for schema in schemas if schema.name.startswith(prefix)}
-
-
 def load(strategy: Strategy | None) -> None:
     """Import what a strategy needs, before a trace begins.
 
@@ -42,7 +33,7 @@ def load(strategy: Strategy | None) -> None:
     Raises:
         TraceError: If this build of torch knows no process groups.
     """
-    if strategy is None or isinstance(strategy, ZeRO) or _KEPT:
+    if strategy is None or isinstance(strategy, ZeRO):
         return
     import torch.distributed
 
@@ -55,13 +46,6 @@ def load(strategy: Strategy | None) -> None:
     import torch.distributed.tensor
     import torch.nn.parallel
     import torch.testing._internal.distributed.fake_pg
-
-    # C++ borrows the Python object of an operator from here for good; made inside a trace it could be collected.
-    for namespace in (torch.ops.fsdp, torch.ops.c10d, torch.ops._c10d_functional):
-        for name in _operators_of(namespace):
-            packet = getattr(namespace, name)
-            for overload in packet.overloads():
-                _KEPT.append(getattr(packet, overload))
 
 
 @contextmanager

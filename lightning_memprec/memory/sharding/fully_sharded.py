@@ -54,7 +54,6 @@ class FullyShardEngine(Engine):
         )
         _mark_gathered_weights(recorder, stack)
         _hide_propagation(stack)
-        _call_directly(stack)
 
     def prepare(self, module: nn.Module) -> None:
         """Give a LightningModule the mesh that its ``configure_model`` reads."""
@@ -148,15 +147,3 @@ def _hide_propagation(stack: ExitStack) -> None:
             return propagate(*args, **kwargs)
 
     replace(stack, ShardingPropagator, name, unseen)
-
-
-def _call_directly(stack: ExitStack) -> None:
-    """Call FSDP's own operators as the Python functions that they are: dispatched under two modes they have crashed."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    for name, function in (
-        ("all_gather_copy_in", collectives.all_gather_copy_in_meta),
-        ("split_with_sizes_copy", collectives.split_with_sizes_copy),
-        ("chunk_cat", collectives.chunk_cat),
-    ):
-        replace(stack, torch.ops.fsdp, name, function)
