@@ -15,7 +15,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["refill", "unchanged"]
+__all__ = ["reachable", "refill", "unchanged"]
 
 # Bounds of the search: enough for a dataset with its transforms, cheap for a list of a million paths.
 _MAX_OBJECTS = 10_000
@@ -41,7 +41,7 @@ def unchanged(*roots: object, skip: Iterable[object] = ()) -> Iterator[None]:
         >>> first == random.random()
         True
     """
-    restore = [*_global_generators(), *(undo for item in _reachable(roots, skip) for undo in _undo(item))]
+    restore = [*_global_generators(), *(undo for item in reachable(roots, skip) for undo in _undo(item))]
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def _global_generators() -> Iterator[Callable[[], object]]:
         yield functools.partial(numpy.random.set_state, numpy.random.get_state())
 
 
-def _reachable(roots: tuple[object, ...], skip: Iterable[object]) -> list[object]:
+def reachable(roots: tuple[object, ...], skip: Iterable[object]) -> list[object]:
     """Collect objects breadth first, so that what lies near the roots is never cut off."""
     skipped = {id(item) for item in skip}
     seen: dict[int, object] = {}

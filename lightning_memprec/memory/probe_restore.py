@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memprec._isolation import _reachable as reachable
-from lightning_memprec._isolation import refill, unchanged
+from lightning_memprec._isolation import reachable, refill, unchanged
 from lightning_memprec.memory.originals import Originals
 from lightning_memprec.memory.tree import tensors_in
 
