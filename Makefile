@@ -2,7 +2,7 @@ PY ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint bench docs clean
+.PHONY: help setup demo test test-all lint bench docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -22,6 +22,9 @@ demo: .venv/.ready ## A run is refused, mended, trained and exported in int8 (CP
 # Files stay whole on a worker: some start two processes once for all their tests.
 test: .venv/.ready ## Run the tests (WORKERS=2 at a time)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+test-all: .venv/.ready ## Run the tests with all their cases (about 20 minutes)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m ""
 
 lint: .venv/.ready ## Check format, style, types and layers
 	$(BIN)/ruff format --check .

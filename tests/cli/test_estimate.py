@@ -198,7 +198,13 @@ def test_undetermined_fails_closed(program, capsys):
             {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}},
             "ddp",
         ),
-        ({"class_path": "DeepSpeedStrategy", "init_args": {"stage": 3, "offload_optimizer": True}}, "zero"),
+        (
+            {
+                "class_path": "lightning.pytorch.strategies.DeepSpeedStrategy",
+                "init_args": {"stage": 3, "offload_optimizer": True},
+            },
+            "zero",
+        ),
     ],
     ids=["name", "ddp", "deepspeed"],
 )

@@ -130,22 +130,22 @@ def test_writes_never_reach_the_users_tensors(write, device):
 
 
 def test_writes_to_known_buffers_are_seen_by_the_copy_alone():
+    seen = []
+
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("count", torch.zeros((), dtype=torch.long))
             self.weight = nn.Parameter(torch.ones(3))
-            self.seen = []
 
         def forward(self, x):
             self.count += 1
-            Counts.seen.append(self.count.item())
+            seen.append(self.count.item())
             return (x * self.weight).sum()
 
-    Counts.seen = []
     module = Counts()
     estimate_memory(module, torch.ones(3), device="cpu", steps=3)
-    assert Counts.seen == [1, 2, 3]
+    assert seen == [1, 2, 3]
     assert module.count.item() == 0
 
 

@@ -92,7 +92,7 @@ def probe_case(case, **options):
 
 
 def _param(case):
-    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.extended)
 
 
 @pytest.mark.parametrize("case", [_param(case) for case in ZOO])

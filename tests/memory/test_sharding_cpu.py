@@ -88,7 +88,7 @@ def test_one_rank_of_two_takes_what_is_estimated(name, folder):
     assert estimated(CASES[name]) == pytest.approx(real, rel=WORST)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
 def test_one_rank_takes_what_is_estimated(name, folder):
     case = CASES[name]
