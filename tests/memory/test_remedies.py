@@ -14,6 +14,7 @@ from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan, ValidationLoader, ValidationPlan
 from lightning_memprec.memory.remedies import suggest_remedies
+from lightning_memprec.memory.sharding.strategies import DDP
 
 
 class Deep(nn.Module):
@@ -373,3 +374,19 @@ def test_pairs_are_tried_where_neither_is_enough():
     pairs = [r for r in remedies if "_and_" in r.name]
     assert pairs
     assert all(r.fits and " and " in r.description for r in pairs)
+
+
+def test_runs_on_several_devices_are_offered_to_share_more():
+    plan = stack_plan(
+        batch=torch.empty(64, 256, device="meta"), optimizer=torch.optim.AdamW, num_devices=4, device="cuda"
+    )
+    _, remedies = remedies_of(plan)
+    for name, strategy in [
+        ("gradient_as_bucket_view", DDP(gradient_as_bucket_view=True)),
+        ("fully_sharded", "fsdp"),
+    ]:
+        assert remedies[name].exact
+        expected = estimate_plan(replace(plan, strategy=strategy)).minimum_device_bytes
+        assert remedies[name].need_bytes == expected
+    assert "fully_sharded" not in remedies_of(replace(plan, precision="bf16-master"))[1]
+    assert "fully_sharded" not in remedies_of(replace(plan, num_devices=1))[1]

@@ -37,7 +37,7 @@ def precisions(plan: TrainingPlan) -> Iterator[Change]:
             f'Trainer(plugins=[MasterWeightPrecision("{half}-master")]), without `precision`',
             "forward and backward in half precision",
             lambda p: replace(p, precision=f"{half}-master"),
-            topics=_TOPIC,
+            topics=_TOPIC | {"masters"},
         )
     name = precision.name if precision.master_weights else f"{half}-master"
     may = precision.master_weights or precision.parameter_dtype is None
@@ -52,7 +52,7 @@ def precisions(plan: TrainingPlan) -> Iterator[Change]:
             "forward and backward in half precision, more and smaller optimizer kernels",
             lambda p: replace(p, precision=name, masters=replace(p.masters, low_memory=True)),
             exact=precision.master_weights,
-            topics=frozenset({"precision", "optimizer", "accumulation"}),
+            topics=frozenset({"precision", "masters", "optimizer", "accumulation"}),
         )
     # A scaler, and clipping, must see all gradients before the first step: the plugin refuses.
     if not plan.masters.step_in_backward and name.startswith("bf16") and not plan.gradient_clip_val:
@@ -65,5 +65,5 @@ def precisions(plan: TrainingPlan) -> Iterator[Change]:
                 p, precision=name, masters=replace(p.masters, low_memory=False, step_in_backward=True)
             ),
             exact=precision.master_weights,
-            topics=frozenset({"precision", "optimizer", "accumulation"}),
+            topics=frozenset({"precision", "masters", "optimizer", "accumulation"}),
         )

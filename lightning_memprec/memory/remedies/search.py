@@ -24,6 +24,7 @@ from lightning_memprec.memory.remedies.change import (
 from lightning_memprec.memory.remedies.checkpointing import checkpointing, fewer_blocks
 from lightning_memprec.memory.remedies.optimizers import optimizers
 from lightning_memprec.memory.remedies.precisions import precisions
+from lightning_memprec.memory.remedies.strategies import strategies
 from lightning_memprec.memory.result import MemoryEstimate, Remedy
 
 __all__ = ["suggest_remedies"]
@@ -148,6 +149,7 @@ def _changes(
         yield from validation_batches(plan, budget_bytes)
     yield from micro_batches(plan, model, budget_bytes)
     yield from checkpointing(model)
+    yield from strategies(plan)
     yield from precisions(plan)
     yield from optimizers(plan)
     if thorough:
