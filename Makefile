@@ -19,12 +19,13 @@ setup: .venv/.ready ## Create .venv with the tested versions
 demo: .venv/.ready ## A run is refused, mended, trained and exported in int8 (CPU, under 3 minutes)
 	$(BIN)/python examples/demo.py
 
-# Files stay whole on a worker: some start two processes once for all their tests.
+# Files stay whole on a worker: some start two processes once for all their tests. A thread each: more would wait for
+# each other's cores.
 test: .venv/.ready ## Run the tests (WORKERS=2 at a time)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test-all: .venv/.ready ## Run the tests with all their cases (about 20 minutes)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m ""
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m ""
 
 lint: .venv/.ready ## Check format, style, types and layers
 	$(BIN)/ruff format --check .

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_memprec._errors import TraceError
+from lightning_memprec._forks import autograd_runs
 from lightning_memprec._progress import Progress
 from lightning_memprec._user_state import unchanged_globals
 
@@ -134,7 +135,7 @@ def _run_as_child(function: Callable[[], Any], writer: int) -> NoReturn:
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
         _settle_threads()
-        result = _outcome(function) if _autograd_runs() else pickle.dumps((False, _NO_AUTOGRAD))
+        result = _outcome(function) if autograd_runs() else pickle.dumps((False, _NO_AUTOGRAD))
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(result)
     finally:
@@ -150,16 +151,6 @@ def _settle_threads() -> None:
         dist.GroupMember.WORLD = (
             None  # The group belongs to the parent: a collective here would wait for ever.
         )
-
-
-def _autograd_runs() -> bool:
-    # Asked first: an error in the middle could be taken for one of the user's code.
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            torch.ones((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return False
-    return True
 
 
 def _outcome(function: Callable[[], Any]) -> bytes:

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from lightning_memprec._forks import autograd_runs
+
 __all__ = ["run_tasks"]
 
 T = TypeVar("T")
@@ -23,8 +25,8 @@ def run_tasks(tasks: Sequence[Callable[[], T]], processes: int | None = None) ->
 
     Args:
         tasks: What to call; results must pickle.
-        processes: How many to run at the same time; ``None`` takes the cores of this process. Elsewhere than on Linux
-            all run here, one after the other.
+        processes: How many to run at the same time; ``None`` takes the cores of this process. Elsewhere than on Linux,
+            and where autograd does not work after a fork, all run here, one after the other.
 
     Raises:
         BrokenProcessPool: If a process was ended from outside.
@@ -40,6 +42,9 @@ def run_tasks(tasks: Sequence[Callable[[], T]], processes: int | None = None) ->
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(processes, context, initializer=_settle) as pool:
+            if not pool.submit(_works).result():
+                yield from (task() for task in tasks)
+                return
             yield from pool.map(_run, range(len(tasks)))  # type: ignore[arg-type, misc]
     finally:
         _tasks = ()
@@ -47,6 +52,10 @@ def run_tasks(tasks: Sequence[Callable[[], T]], processes: int | None = None) ->
 
 def _settle() -> None:
     torch.set_num_threads(1)  # Pools of threads do not survive a fork.
+
+
+def _works() -> bool:
+    return autograd_runs()
 
 
 def _run(number: int) -> object:

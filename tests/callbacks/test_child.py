@@ -164,7 +164,7 @@ def test_where_autograd_refuses_to_work_in_a_child_it_works_here():
 @pytest.fixture
 def a_child(monkeypatch):
     """A child process, even if another test has started autograd's threads in this one."""
-    monkeypatch.setattr(_child, "_autograd_runs", lambda: True)
+    monkeypatch.setattr(_child, "autograd_runs", lambda: True)
 
 
 @pytest.mark.usefixtures("a_child")

@@ -25,7 +25,7 @@ METHODS = {
     "obq": {},
     "adaquant": {"iterations": 20},
     "zeroquant": {"iterations": 50, "learning_rate": 0.02},
-    "brecq": {"iterations": 20},
+    "brecq": {"iterations": 50, "learning_rate": 0.2},
 }
 
 

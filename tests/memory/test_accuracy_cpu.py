@@ -36,7 +36,7 @@ compared = cache(compare)
 
 
 def _param(case: Case):
-    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
+    return pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.extended)
 
 
 def test_zoo_is_large_and_its_names_are_unique():

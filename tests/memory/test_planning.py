@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memprec.memory import _processes
 from lightning_memprec.memory._processes import run_tasks
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan
@@ -134,11 +135,18 @@ def test_sequences_are_cut_or_repeated(wanted):
     assert torch.equal(changed["ids"][:, : min(6, wanted)], batch["ids"][:, : min(6, wanted)])
 
 
-def test_tasks_run_in_processes_of_their_own_and_in_order():
+def test_tasks_run_in_processes_of_their_own_and_in_order(monkeypatch):
+    # Another test may have started autograd's threads in this process.
+    monkeypatch.setattr(_processes, "autograd_runs", lambda: True)
     results = list(run_tasks([lambda k=k: (k, os.getpid()) for k in range(4)], processes=2))
     assert [k for k, _ in results] == [0, 1, 2, 3]
     assert os.getpid() not in {pid for _, pid in results}
     assert [pid for _, pid in run_tasks([lambda: (0, os.getpid())])] == [os.getpid()]
+
+
+def test_tasks_run_here_where_autograd_works_in_no_other_process(monkeypatch):
+    monkeypatch.setattr(_processes, "autograd_runs", lambda: False)
+    assert list(run_tasks([os.getpid] * 2, processes=2)) == [os.getpid()] * 2
 
 
 def test_an_error_of_a_task_comes_back():

@@ -201,6 +201,7 @@ def test_8_bits_with_static_activations_err_less(kind):
     assert errors[1] < errors[0]
 
 
+@pytest.mark.extended
 def test_later_layers_make_up_for_earlier_ones_if_sequential():
     exact = digits.trained("mlp")
     errors = {}
@@ -228,6 +229,7 @@ def test_rates_that_are_far_too_high_leave_rounding_to_nearest(scheme):
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "scheme", [{"bits": 4, "group_size": 9, "mapping": "affine"}, {"activations": "static"}], ids=str
 )

@@ -104,7 +104,9 @@ def test_a_matrix_goes_back_to_where_it_was_read(build):
         assert torch.equal(as_parameter(targets[0], key, read()), parameters[key])
 
 
-@pytest.mark.parametrize("budget", [0, 2000, 2**30], ids=["files", "both", "memory"])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(0, marks=pytest.mark.extended), 2000, 2**30], ids=["files", "both", "memory"]
+)
 @pytest.mark.parametrize("kind", block_nets.NETS)
 def test_blocks_answer_the_same_when_called_alone(kind, budget, tmp_path):
     net = block_nets.trained(kind)

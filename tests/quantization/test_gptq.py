@@ -78,7 +78,9 @@ def test_damping_that_is_too_small_says_so():
 METHODS = ("layer_wise", "gptq", "obq")
 
 
-@pytest.mark.parametrize("kind", digits.NETS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.extended if kind == "conv" else ()) for kind in digits.NETS]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_layer_errs_less_on_test_images_than_rounding_to_nearest_at_4_bits(method, kind):
     exact = digits.trained(kind)
