@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import time
 import warnings
 from typing import Any
 
@@ -29,31 +28,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._machine import describe_machine
+from benchmarks._timed import Timed
 from benchmarks.scaler_monitor_overhead import _WIDTH, Clock, CountReads, Net
 from lightning_memprec.callbacks.memory_monitor import MemoryMonitor
 
 _QUIET = 10**9
 _WARM_UP = 24  # The monitor samples the first 20 steps, however seldom it is to look.
 _HOOKS = ("on_train_batch_start", "on_train_batch_end")
-
-
-class Timed:
-    """Adds up the time inside a callback's hooks, batch by batch."""
-
-    def __init__(self, callback: pl.Callback) -> None:
-        self.seconds: list[float] = []
-        for name in _HOOKS:
-            setattr(callback, name, self._wrap(name, getattr(callback, name)))
-
-    def _wrap(self, name: str, hook: Any) -> Any:
-        def timed(*args: Any) -> None:
-            if name == "on_train_batch_start":
-                self.seconds.append(0.0)
-            start = time.thread_time()
-            hook(*args)
-            self.seconds[-1] += time.thread_time() - start
-
-        return timed
 
 
 class Reads(pl.Callback):
@@ -108,7 +89,7 @@ def _compare(rows: int, rounds: int, steps: int, accelerator: str) -> None:
         plain.append(alone)
         for kind, make in kinds.items():
             clock, callback = Clock(), make()
-            timed = Timed(callback)
+            timed = Timed(callback, _HOOKS)
             _fit([clock, callback], rows, steps, accelerator)
             ratios[kind].append(statistics.median(clock.step_seconds()[_WARM_UP:]) / alone)
             inside[kind].append(statistics.median(timed.seconds[_WARM_UP:]))

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._machine import describe_machine
+from benchmarks._timed import Timed
 from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
 
 _WIDTH, _DEPTH = 128, 8
@@ -70,25 +71,6 @@ class Clock(pl.Callback):
     def step_seconds(self) -> list[float]:
         """Return the times of steps; the first two warm up."""
         return [b - a for a, b in zip(self.starts[2:], self.starts[3:], strict=False)]
-
-
-class Timed:
-    """Adds up the time inside a monitor's hooks, batch by batch."""
-
-    def __init__(self, monitor: GradScalerMonitor) -> None:
-        self.seconds: list[float] = []
-        for name in _HOOKS:
-            setattr(monitor, name, self._wrap(name, getattr(monitor, name)))
-
-    def _wrap(self, name: str, hook: Any) -> Any:
-        def timed(*args: Any) -> None:
-            if name == "on_train_batch_start":
-                self.seconds.append(0.0)
-            start = time.thread_time()
-            hook(*args)
-            self.seconds[-1] += time.thread_time() - start
-
-        return timed
 
 
 class CountReads(TorchDispatchMode):
@@ -151,7 +133,7 @@ def _compare(rows: int, rounds: int, steps: int, clip: float | None) -> None:
         plain.append(alone)
         for kind, every in kinds.items():
             clock, monitor = Clock(), GradScalerMonitor(every_n_steps=every)
-            timed = Timed(monitor)
+            timed = Timed(monitor, _HOOKS)
             _fit([clock, monitor], rows, steps, clip)
             ratios[kind].append(statistics.median(clock.step_seconds()) / alone)
             inside[kind].append(statistics.median(timed.seconds[2:]))
