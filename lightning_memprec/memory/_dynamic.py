@@ -18,6 +18,7 @@ from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory._sparse import SPARSE_HANDLERS
 from lightning_memprec.memory.accumulation import sums_in_place
 from lightning_memprec.memory.known import MAX_KNOWN_NUMEL
+from lightning_memprec.memory.losses import COMPOSED
 
 if TYPE_CHECKING:
     from lightning_memprec.memory.trace import Recorder
@@ -220,7 +221,14 @@ def _add(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return args[0]
 
 
+def _composed(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record the operators that an operator is made of."""
+    with recorder:
+        return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(COMPOSED, _composed),
     **SPARSE_HANDLERS,
     **COLLECTIVE_HANDLERS,
     "aten::add": _add,

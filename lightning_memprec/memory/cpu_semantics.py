@@ -10,6 +10,7 @@ from lightning_memprec.memory.cpu_recurrent import recurrent_kernels
 from lightning_memprec.memory.cpu_temporaries import cpu_kernel_allocations
 from lightning_memprec.memory.interpose import Kernel
 from lightning_memprec.memory.layout import channels_last_convolution
+from lightning_memprec.memory.whole_kernels import whole_kernels
 
 __all__ = ["cpu_kernel_allocations", "cpu_kernels"]
 
@@ -29,6 +30,7 @@ def cpu_kernels() -> dict[OpOverload, Kernel]:
         _aten.convolution.default: channels_last_convolution,
         _aten.scaled_dot_product_attention.default: _scaled_dot_product_attention,
         **recurrent_kernels(),
+        **whole_kernels(),
     }
 
 

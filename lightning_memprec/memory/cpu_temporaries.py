@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_memprec.memory.cpu_collectives import cpu_collective_allocations
+from lightning_memprec.memory.cpu_elementwise import elementwise_allocations
 from lightning_memprec.memory.layout import is_channels_last
 
 __all__ = ["cpu_kernel_allocations"]
@@ -212,4 +213,5 @@ _RULES: dict[OpOverload, _Rule] = {
     _aten.native_layer_norm.default: _layer_norm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     **cpu_collective_allocations(),
+    **elementwise_allocations(),
 }

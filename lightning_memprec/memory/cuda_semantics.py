@@ -19,6 +19,7 @@ from lightning_memprec.memory.cuda_attention import attention_kernel
 from lightning_memprec.memory.cuda_rnn import rnn_kernels
 from lightning_memprec.memory.interpose import Kernel
 from lightning_memprec.memory.layout import channels_last_convolution
+from lightning_memprec.memory.whole_kernels import whole_kernels
 
 __all__ = ["cuda_kernels", "cuda_optimizer_defaults"]
 
@@ -52,6 +53,7 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> dict[OpOverloa
         aten.lstm_cell.default: _lstm_cell,
         aten.convolution.default: channels_last_convolution,
         **rnn_kernels(compute_capability),
+        **whole_kernels(),
     }
 
 

@@ -22,6 +22,7 @@ from lightning_memprec.memory._operator import Operator, flat_tensors, map_argum
 from lightning_memprec.memory._replay import MetaKernelCache
 from lightning_memprec.memory.events import Ledger, strided_parts
 from lightning_memprec.memory.known import MAX_KNOWN_NUMEL, KnownValues
+from lightning_memprec.memory.losses import KEEPS_WHOLE_STORAGE, with_whole_storage
 from lightning_memprec.memory.originals import Originals
 
 __all__ = ["Recorder"]
@@ -84,6 +85,8 @@ class Recorder(TorchDispatchMode, Ledger):  # type: ignore[no-untyped-call]
         for size_bytes in self._kernel_allocations(func, args, kwargs):
             self.transient(size_bytes)
         out = self._run(operator, func, args, kwargs)
+        if func in KEEPS_WHOLE_STORAGE:
+            out = with_whole_storage(out, args)
         if operator.allocates:
             self._register_outputs(out)
         self.events.flops += operator.flops(args, kwargs, out)

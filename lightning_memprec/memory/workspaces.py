@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_memprec._units import KIB, MIB
+from lightning_memprec.memory.losses import elements_bytes, is_reduced
 
 __all__ = ["CudaWorkspaces", "cublas_workspace_bytes", "cuda_kernel_allocations"]
 
@@ -187,7 +188,24 @@ def _layer_norm_backward(grad: Tensor, data: Tensor, *rest: Any) -> Iterable[int
     yield _copy_bytes(grad, data)
 
 
+# -- losses: aten/src/ATen/native/BinaryOps.cpp, Loss.cpp ----------------------------------------------
+
+
+def _loss(func: OpOverload) -> _Rule:
+    def rule(*args: Any, **kwargs: Any) -> Iterable[int]:
+        # All elements, before they are reduced to one number.
+        if is_reduced(func, args, kwargs):
+            yield elements_bytes(args)
+
+    return rule
+
+
+_LOSSES = (
+    _aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default, _aten.soft_margin_loss.default,
+)  # fmt: skip
+
 _RULES: dict[OpOverload, _Rule] = {
+    **{func: _loss(func) for func in _LOSSES},
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
