@@ -124,6 +124,9 @@ def copy_with(module: LightningModule, weights: Weights, trainer: Trainer) -> Li
 def _fill(copied: nn.Module, module: nn.Module, weights: Weights) -> None:
     """Give the tensors of a copy their values; the tensors stay the same, since others may refer to them."""
     own = dict(module.named_parameters())
+    recurrent = [part for part in copied.modules() if isinstance(part, nn.RNNBase)]
+    for part in recurrent:
+        part._flat_weight_refs = []  # Tensors with weak references cannot be swapped.
     for name, parameter in copied.named_parameters():
         value = _read(name, own[name], weights)
         needs_grad = parameter.requires_grad and value.is_floating_point()
@@ -131,6 +134,8 @@ def _fill(copied: nn.Module, module: nn.Module, weights: Weights) -> None:
     for name, buffer in module.named_buffers():
         value = _read(name, buffer, weights) if name in weights else _host(buffer)
         torch.utils.swap_tensors(copied.get_buffer(name), value)  # type: ignore[no-untyped-call]
+    for part in recurrent:
+        part._init_flat_weights()
 
 
 @contextmanager

@@ -16,6 +16,11 @@ _SITE = tuple(
 )
 
 
+def _is_installed(file: str) -> bool:
+    # Packages lie outside the environment's own folder too: in the system's, the user's, or on PYTHONPATH.
+    return file.startswith(_SITE) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
 def user_location() -> str | None:
     """Return ``"file.py:12"`` of the innermost frame that is the user's own.
 
@@ -28,7 +33,7 @@ def user_location() -> str | None:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) and not name.startswith("<"):
             where = f"{name}:{frame.f_lineno}"
-            if not name.startswith(_SITE):
+            if not _is_installed(name):
                 return where
             if installed is None and "/torch/" not in name.replace("\\", "/"):
                 installed = where
@@ -42,7 +47,7 @@ def error_location(error: BaseException) -> str | None:
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, "<", *_SITE)):
+        if not name.startswith((_PACKAGE, "<")) and not _is_installed(name):
             found = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

@@ -88,7 +88,7 @@ def estimate_memory(
     Args:
         module: Module, LightningModule, or a zero-argument callable that builds one. A callable is built
             without storage, so that a model of any size can be estimated on a laptop.
-        batch: One training batch: a tree of real or ``meta`` tensors, or a zero-argument callable that
+        batch: One training batch: a tree of real or ``meta`` tensors, or a zero-argument function that
             returns one. Give the largest batch of the run.
         optimizer: Callable from parameters to an optimizer. Default: the module's ``configure_optimizers``;
             without one, no optimizer runs.
@@ -282,6 +282,8 @@ def _trace(
         if isinstance(traced, nn.Module):
             for note in execution_notes(traced):
                 loop.note(note)
+    for note in redirect.answers.assumptions:
+        loop.note(note)
     if isinstance(recorder, CudaRecorder):
         loop.note(recorder.assumption())
     return recorder, module, loop, host

@@ -79,7 +79,7 @@ def find_largest_batch(
     Returns:
         The largest size that was traced and fits; ``None`` if the batch has no size, or no size that was traced fits.
     """
-    batch = plan.batch() if callable(plan.batch) else plan.batch
+    batch = plan.make_batch()
     size = batch_size_of(batch)
     over_in_validation = (
         estimate.peak_phase.name == "validation" and estimate.minimum_device_bytes > budget_bytes

@@ -137,7 +137,7 @@ class TrainingLoop:
     def _micro_batch(self, micro_batch: int) -> None:
         index = self.step * self.plan.accumulate_grad_batches + micro_batch
         self.recorder.enter_phase("batch_transfer", self.step)
-        batch = self.transfer(self.plan.batch() if callable(self.plan.batch) else self.plan.batch)
+        batch = self.transfer(self.plan.make_batch())
         self.hook("on_train_batch_start", batch, index)
         outputs: list[Any] = []
         if not self.automatic:
@@ -216,8 +216,9 @@ class TrainingLoop:
         closure_loss = detached = None
         if loss is not None:
             if not isinstance(loss, Tensor):
+                kind = "float" if isinstance(loss, float) else type(loss).__name__
                 raise TraceError(
-                    f"`training_step` returned a `{type(loss).__name__}` as the loss. Return a scalar tensor, "
+                    f"`training_step` returned a `{kind}` as the loss. Return a scalar tensor, "
                     "a dictionary with the key 'loss', or `None`."
                 )
             closure_loss = loss / self.plan.accumulate_grad_batches

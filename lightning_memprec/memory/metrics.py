@@ -26,17 +26,29 @@ def tolerate_metrics(module: nn.Module, note: Callable[[Assumption], None]) -> N
     """
     for name, child in module.named_modules():
         if any(base.__module__ == "torchmetrics.metric" for base in type(child).__mro__):
+            running: list[str] = []
             for method in ("forward", "update", "compute"):
-                setattr(child, method, _skipping(getattr(child, method), name, type(child).__name__, note))
+                setattr(
+                    child,
+                    method,
+                    _skipping(getattr(child, method), name, type(child).__name__, note, running),
+                )
 
 
 def _skipping(
-    method: Callable[..., Any], name: str, type_name: str, note: Callable[[Assumption], None]
+    method: Callable[..., Any],
+    name: str,
+    type_name: str,
+    note: Callable[[Assumption], None],
+    running: list[str],
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if running:  # `forward` calls the others: it is left out whole, or not at all.
+            return method(*args, **kwargs)
+        running.append(name)
         try:
             return method(*args, **kwargs)
-        except (MemPrecError, NotImplementedError, RuntimeError, ValueError):
+        except (MemPrecError, NotImplementedError, RuntimeError, ValueError, AssertionError):
             note(
                 Assumption(
                     f"metric_left_out:{name}",
@@ -45,5 +57,7 @@ def _skipping(
                 )
             )
             return torch.zeros(())
+        finally:
+            running.clear()
 
     return call

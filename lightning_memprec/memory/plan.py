@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +69,7 @@ class TrainingPlan:
     Args:
         module: Module, or a zero-argument callable that builds one (then built on ``meta``). It is never
             modified: a copy without storage is traced.
-        batch: Tree of real or meta tensors, or a zero-argument callable that returns one.
+        batch: Tree of real or meta tensors, or a zero-argument function that returns one.
         optimizer: Callable from parameters to an optimizer; ``None`` uses the module's
             ``configure_optimizers``.
         loss: Callable ``(module, batch) -> scalar``; ``None`` uses ``training_step``, else the output's
@@ -111,3 +113,9 @@ class TrainingPlan:
     adapt_optimizer: Callable[[Optimizer], Optimizer] | None = None
     shared: tuple[object, ...] = ()
     calibration: float = 1.0
+
+    def make_batch(self) -> Any:
+        """Return the batch; a function is called to make it."""
+        # Batches may be objects that can be called, such as graphs of PyTorch Geometric.
+        builds = inspect.isroutine(self.batch) or isinstance(self.batch, (functools.partial, type))
+        return self.batch() if builds else self.batch

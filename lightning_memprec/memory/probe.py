@@ -123,7 +123,7 @@ def probe_plan(
         time_limit_s: No larger size is tried after so many seconds.
     """
     policy = resolve_precision(plan.precision)
-    batch = with_contents(plan.batch() if callable(plan.batch) else plan.batch)
+    batch = with_contents(plan.make_batch())
     size = _check(plan, policy, batch, batch_size)
     device = torch.device("cuda" if plan.device != "cpu" and torch.cuda.is_available() else "cpu")
     with _ordinary_state(device):

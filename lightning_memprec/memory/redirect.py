@@ -17,6 +17,7 @@ from torch.utils._device import _device_constructors
 from lightning_memprec._errors import DataDependentError
 from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory.known import KnownValues
+from lightning_memprec.memory.unknown_values import ValueAnswers
 
 __all__ = ["DeviceRedirect", "checkpoints_on_any_device", "modules_moved_back", "no_device_calls"]
 
@@ -147,6 +148,7 @@ class DeviceRedirect(TorchFunctionMode):
         super().__init__()
         self.device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
         self._known = known
+        self.answers = ValueAnswers(known)
         self._default = torch.get_default_device().type == device_type
         self._factories = _device_constructors()
         self._handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
@@ -168,6 +170,7 @@ class DeviceRedirect(TorchFunctionMode):
             torch.as_tensor: self._from_data,
             torch.asarray: self._from_data,
             torch.from_numpy: self._from_data,
+            **self.answers.handlers,
         }
 
     def __torch_function__(

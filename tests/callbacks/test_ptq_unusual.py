@@ -79,14 +79,28 @@ class Compiled(Classifier):
         self.net = torch.compile(self.net, backend="eager")
 
 
+class Recurrent(Classifier):
+    """Recurrent layers hold weak references to their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, num_layers=2, bidirectional=True, batch_first=True)
+        self.net[0] = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.net(self.rnn(x[:, None])[0][:, -1])
+
+
 @pytest.mark.parametrize(
-    "kind", [Closure, HooksCount, KeepsGraph, HoldsLock, Collection, Compiled], ids=lambda kind: kind.__name__
+    "kind",
+    [Closure, HooksCount, KeepsGraph, HoldsLock, Collection, Compiled, Recurrent],
+    ids=lambda kind: kind.__name__,
 )
 def test_the_copy_measures_what_the_run_measured(tmp_path, kind):
     module = kind()
     callback, run = measured(module, tmp_path)
     assert callback.metrics_before == pytest.approx(run, rel=1e-6)
-    assert len(callback.report.quantized) == 2
+    assert len(callback.report.quantized) == (3 if kind is Recurrent else 2)
     assert callback.path.exists()
     if kind is HooksCount:
         plain = kind()
@@ -116,6 +130,26 @@ def test_an_attribute_that_cannot_be_copied_is_explained(tmp_path):
     callback = PostTrainingQuantization(dirpath=tmp_path / "out")
     with pytest.warns(UserWarning, match="cannot be copied .*generator.*Make that attribute in the hook"):
         fit(module, callback)
+    assert callback.path is None
+
+
+def test_a_module_without_a_layer_to_quantize_is_told_so(tmp_path):
+    class Own(nn.Module):
+        """A linear layer as another package writes it."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 6))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight)
+
+    module = Classifier()
+    module.net = Own()
+    with pytest.warns(
+        UserWarning, match="no layer of the `Classifier` was quantized. Layers of torch can be"
+    ):
+        callback, _ = measured(module, tmp_path)
     assert callback.path is None
 
 

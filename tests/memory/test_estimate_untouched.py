@@ -157,7 +157,7 @@ def raising(where):
             if where == "backward":
                 out.register_hook(self.stop)
             if where == "item":
-                out.item()
+                float(out)
             return out
 
         def stop(self, grad):

@@ -10,8 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_memprec.plugins import MasterWeightPrecision
 from plugins.runs import loader, make_module, make_trainer
+
+from lightning_memprec.plugins import MasterWeightPrecision
 
 
 def configure_model(self):
