@@ -98,7 +98,7 @@ BREAKDOWN_FIELDS = {
     "temporaries_bytes", "inputs_bytes", "workspaces_bytes",
 }  # fmt: skip
 REMEDY_FIELDS = {
-    "name", "description", "how", "need_bytes", "saving_bytes", "fits", "basis", "cost", "exact"
+    "name", "description", "how", "need_bytes", "saving_bytes", "fits", "basis", "cost", "exact", "snippet", "config"
 }  # fmt: skip
 
 

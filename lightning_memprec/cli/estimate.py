@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,12 @@ def add_parser(subparsers: Any) -> None:
         help="how many of the first batches to look at; the largest is estimated (default: 8)",
     )
     add("--no-remedies", action="store_true", help="do not look for changes that would make it fit")
+    add(
+        "--remedy",
+        type=int,
+        metavar="N",
+        help="the change whose lines to print below the table (default: the first, if it is enough)",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--html", metavar="FILE", help="write the report as a page, too")
     add(
@@ -124,6 +131,8 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
     )
     if sample_batches < 1:
         raise UsageError(f"`--sample-batches` must be at least 1, got {sample_batches}.")
+    if args.remedy is not None and args.remedy < 1:
+        raise UsageError(f"`--remedy` counts from 1, got {args.remedy}.")
     judge(None, None, safety_margin=margin)
     if spec is not None:
         parse_batch_spec(spec)
@@ -193,4 +202,22 @@ def _print(
         print(as_options(verdict_sentence(verdict), args))
     else:
         print(as_options(format_estimate(estimate, verdict, remedies, notes), args))
+        _print_lines(remedies, args.remedy)
     return EXIT_CODES[verdict.status]
+
+
+def _print_lines(remedies: tuple[Remedy, ...], number: int | None) -> None:
+    """Print what to paste for one of the changes."""
+    if number is None:
+        number = 1 if remedies and remedies[0].fits else 0
+    if not number:
+        return
+    if number > len(remedies):
+        print(f"There is no change {number}: the table lists {len(remedies)}.")
+        return
+    remedy = remedies[number - 1]
+    print(f"\nChange {number}, {remedy.description}, in Python:\n")
+    print(textwrap.indent(remedy.snippet, "    "))
+    if remedy.config != remedy.snippet:
+        print("\nIn a file of its own, to lay over the configuration with a second `--config`:\n")
+        print(textwrap.indent(remedy.config, "    "))

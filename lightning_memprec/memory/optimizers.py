@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memprec._errors import TraceError
 from lightning_memprec.memory.result import Assumption
@@ -99,6 +101,39 @@ class _NoEarlyExit(TorchFunctionMode):
 
 
 @contextmanager
+def _paged_states(recorder: Recorder, note: Callable[[Assumption], None]) -> Iterator[None]:
+    """Leave bitsandbytes' paged states out of the device: they live in unified memory, and need a driver to be made."""
+    functional = sys.modules.get("bitsandbytes.functional")
+    if functional is None:
+        yield
+        return
+    names = ("get_paged", "fill", "prefetch_tensor")
+    originals = {name: getattr(functional, name) for name in names}
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        note(
+            Assumption(
+                "paged_states",
+                "Paged optimizer states lie in unified memory: none of them is counted on the device, where the "
+                "driver keeps what has room.",
+                "bitsandbytes/functional.py, get_paged",
+            )
+        )
+        with _disable_current_modes():  # Unseen by the recorder.
+            state = torch.empty(shape, dtype=dtype, device="meta")
+        return recorder.exclude(state)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        """Contents and pages are no concern of a trace."""
+
+    functional.__dict__.update(get_paged=get_paged, fill=nothing, prefetch_tensor=nothing)
+    try:
+        yield
+    finally:
+        functional.__dict__.update(originals)
+
+
+@contextmanager
 def steppable(
     optimizer: Optimizer,
     closure: Callable[[], Any] | None,
@@ -144,7 +179,7 @@ def steppable(
 
     recorder.on_unknown = assume
     try:
-        with branches if is_lbfgs else nullcontext():
+        with branches if is_lbfgs else nullcontext(), _paged_states(recorder, note):
             yield evaluate if closure is not None else None
     finally:
         recorder.on_unknown = unknown

@@ -17,7 +17,7 @@ from lightning_memprec.memory.remedies.change import Change, skeleton
 from lightning_memprec.memory.remedies.checkpointing import checkpointing
 from lightning_memprec.memory.remedies.optimizers import optimizers
 from lightning_memprec.memory.sequences import resequenced, sequence_length_of
-from lightning_memprec.memory.sharding.strategies import resolve_strategy
+from lightning_memprec.memory.sharding.strategies import FullyShard, Strategy, resolve_strategy
 
 __all__ = ["PlanAxes", "PlanCell", "fewest_devices", "plan_cells", "with_recipe"]
 
@@ -115,7 +115,7 @@ def plan_cells(
     Raises:
         ValueError: If a batch size or sequence length is asked for that the batch does not have.
     """
-    batch = plan.batch() if callable(plan.batch) else plan.batch
+    batch = plan.make_batch()
     plan = replace(plan, batch=batch)
     size, length = batch_size_of(batch), sequence_length_of(batch)
     if axes.batches and size is None:
@@ -200,9 +200,13 @@ class _Row:
         if batch is not None and self.given_size is not None:
             data = resized(data, self.given_size, batch)
         plan = replace(self.plan, batch=data, num_devices=self.num_devices)
-        sharded = plan.strategy not in ("auto", "single_device")
-        plan = replace(plan, strategy=plan.strategy if sharded and self.num_devices > 1 else self._strategy())
+        plan = replace(plan, strategy=plan.strategy if self._keeps(plan.strategy) else self._strategy())
         return with_recipe(plan, self.recipe)
+
+    def _keeps(self, strategy: str | Strategy) -> bool:
+        # A module that shards itself reads its mesh on one device too.
+        by_module = isinstance(strategy, FullyShard) and strategy.by_module
+        return by_module or (self.num_devices > 1 and strategy not in ("auto", "single_device"))
 
     def _strategy(self) -> str:
         return self.strategy if self.num_devices > 1 else "auto"

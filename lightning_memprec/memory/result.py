@@ -190,6 +190,8 @@ class Remedy:
         basis: ``"traced"`` if the changed run was traced again, else ``"modelled"``.
         cost: What is paid for it, in words.
         exact: Whether training computes the same, rounding aside.
+        snippet: Lines of Python that do it, to paste.
+        config: The same as YAML to lay over a LightningCLI configuration; comments say what is to be done elsewhere.
     """
 
     name: str
@@ -201,6 +203,8 @@ class Remedy:
     basis: Basis = "traced"
     cost: str = ""
     exact: bool = False
+    snippet: str = ""
+    config: str = ""
 
 
 @dataclass(frozen=True)

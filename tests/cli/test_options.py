@@ -37,6 +37,7 @@ OPTIONS = {
         "--json",
         "--model",
         "--no-remedies",
+        "--remedy",
         "--safety-margin",
         "--sample-batches",
         "--snapshot",

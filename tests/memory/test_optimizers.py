@@ -141,6 +141,19 @@ def test_states_of_bitsandbytes_equal_their_documented_layout(name):
     assert traced == eight_bit_state_bytes([128 * 65, 65, 65 * 8, 8])
 
 
+def test_paged_states_lie_in_unified_memory():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    # bitsandbytes pages states of 100,000 elements and more (`get_state_buffer`).
+    module, batch = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 8)), torch.randn(4, 400)
+    estimate = estimate_memory(
+        module, batch, optimizer=bitsandbytes.optim.PagedAdamW8bit, loss=square, device="cuda"
+    )
+    resident = eight_bit_state_bytes([400, 400 * 8, 8]) + 2 * 4 * (400 * 400 // 256) + 2 * 1024
+    rounding = 512 * 14  # Each tensor counts in steps of 512 bytes.
+    assert resident <= estimate.breakdown.optimizer_states_bytes <= resident + rounding
+    assert "paged_states" in {assumption.name for assumption in estimate.assumptions}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "SGD", "Ranger", "Adan"])
 def test_states_of_optimi_equal_those_of_a_real_step(name, dtype):

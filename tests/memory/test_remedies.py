@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import ast
 import functools
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,7 +16,11 @@ from lightning_memprec.memory.allocator_config import AllocatorConfig
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan, ValidationLoader, ValidationPlan
 from lightning_memprec.memory.remedies import suggest_remedies
-from lightning_memprec.memory.sharding.strategies import DDP
+from lightning_memprec.memory.remedies.change import need_of, skeleton, together
+from lightning_memprec.memory.remedies.checkpointing import checkpointing
+from lightning_memprec.memory.remedies.precisions import precisions
+from lightning_memprec.memory.remedies.strategies import strategies
+from lightning_memprec.memory.sharding.strategies import DDP, resolve_strategy
 
 
 class Deep(nn.Module):
@@ -390,3 +396,60 @@ def test_runs_on_several_devices_are_offered_to_share_more():
         assert remedies[name].need_bytes == expected
     assert "fully_sharded" not in remedies_of(replace(plan, precision="bf16-master"))[1]
     assert "fully_sharded" not in remedies_of(replace(plan, num_devices=1))[1]
+
+
+WIDE = {"batch": torch.empty(8, 4096, device="meta"), "optimizer": torch.optim.AdamW, "device": "A100-80GB"}
+
+
+def wide():
+    return Stack(width=4096, depth=3)  # So large that DeepSpeed's buckets of 2e8 elements are worth it.
+
+
+def test_deepspeed_and_offload_are_offered_as_lightning_names_them():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    plan = TrainingPlan(module=wide, num_devices=4, **WIDE)
+    model = skeleton(plan)
+    changes = {change.name: change for change in strategies(plan, model, thorough=True)}
+    assert set(changes) >= {"zero_1", "zero_2", "zero_3", "zero_2_offload", "zero_3_offload"}
+    for name, change in changes.items():
+        if name.startswith("zero"):
+            registered = name.replace("zero", "deepspeed_stage")
+            assert registered in StrategyRegistry.available_strategies()
+            assert change.how.startswith(f'Trainer(strategy="{registered}")')
+            assert change.apply(plan).strategy == resolve_strategy(registered, 4)
+    need = need_of(changes["zero_2_offload"].apply(plan))
+    by_hand = estimate_plan(replace(plan, strategy="deepspeed_stage_2_offload"))
+    assert need.device_bytes == by_hand.minimum_device_bytes
+    assert need.offloaded_bytes == 4 * by_hand.host.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"num_devices": 4, "gradient_clip_val": 1.0}, "fully_sharded"),
+        ({"num_devices": 4, "gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "zero_2"),
+        ({"num_devices": 4, "precision": "64-true"}, "zero_2"),
+        ({"num_devices": 1}, "zero_2"),
+    ],
+    ids=["norm", "value", "double", "alone"],
+)
+def test_what_lightning_refuses_under_a_strategy_is_not_offered(options, missing):
+    plan = TrainingPlan(module=wide, **{**WIDE, **options})
+    names = {change.name for change in strategies(plan, skeleton(plan), thorough=True)}
+    assert missing not in names
+    assert ("zero_2_offload" in names) == (missing != "zero_2" or options["num_devices"] == 1)
+
+
+def test_lines_to_paste_are_python_and_yaml():
+    plan = stack_plan(num_devices=2, precision="bf16-mixed")
+    changes = [*strategies(plan, Stack(), thorough=True), *precisions(plan), *checkpointing(Stack())]
+    both = together([next(c for c in changes if c.name == "fully_sharded"), changes[-1]])
+    for change in [*changes, both]:
+        ast.parse(change.code.python())
+        yaml.safe_load(change.code.yaml())
+    config = yaml.safe_load(both.code.yaml())["trainer"]["strategy"]
+    assert config["class_path"] == "lightning.pytorch.strategies.FSDPStrategy"
+    assert config["init_args"] == {"auto_wrap_policy": [f"{Block.__module__}.Block"]}
+    assert "auto_wrap_policy={Block}" in both.code.python()
+    assert "for block in model.layers:" in both.code.python()

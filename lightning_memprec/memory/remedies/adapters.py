@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from lightning_memprec.memory.remedies.change import Change, prepared
+from lightning_memprec.memory.remedies.snippet import Code
 
 __all__ = ["adapters"]
 
@@ -28,10 +29,17 @@ def adapters(model: nn.Module | None) -> Iterator[Change]:
     yield Change(
         "low_rank_adapters",
         f"low-rank adapters (LoRA) of rank {_RANK}",
-        f'model = peft.get_peft_model(model, peft.LoraConfig(r={_RANK}, target_modules="all-linear"))',
+        f"peft.inject_adapter_in_model(peft.LoraConfig(r={_RANK}, target_modules=[…your linear layers…]), model)",
         f"trains {added / trained:.1%} as many parameters, all others are frozen",
         lambda p: prepared(p, _inject),
         topics=frozenset({"adapters"}),
+        code=Code(
+            statements=(
+                "layers = [name for name, child in model.named_modules() if type(child) is torch.nn.Linear]",
+                f"inject_adapter_in_model(LoraConfig(r={_RANK}, target_modules=layers), model)",
+            ),
+            imports=("import torch", "from peft import LoraConfig, inject_adapter_in_model"),
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_memprec.memory.largest_batch import batch_size_of, resized
 from lightning_memprec.memory.plan import TrainingPlan, ValidationPlan
 from lightning_memprec.memory.remedies.change import Change, need_of
+from lightning_memprec.memory.remedies.snippet import Code, setting
 from lightning_memprec.memory.sequences import resequenced, sequence_length_of
 
 __all__ = ["micro_batches", "shorter_sequences", "validation_batches"]
@@ -51,6 +52,8 @@ def micro_batches(plan: TrainingPlan, model: nn.Module | None, budget_bytes: int
         exact=not normalized,
         topics=frozenset({"batch", "accumulation"}),
         same_work=False,
+        code=setting("accumulate_grad_batches", accumulate)
+        | Code(remarks=(f"batch_size={micro} where the training data is loaded.",)),
     )
 
 
@@ -87,6 +90,7 @@ def validation_batches(plan: TrainingPlan, budget_bytes: int) -> Iterator[Change
             exact=True,
             topics=frozenset({"validation"}),
             same_work=False,
+            code=Code(remarks=(f"batch_size={size} where the validation data is loaded.",)),
         )
 
 
@@ -125,4 +129,5 @@ def shorter_sequences(plan: TrainingPlan, budget_bytes: int) -> Iterator[Change]
         lambda p: replace(p, batch=resequenced(p.batch, length, size)),
         topics=frozenset({"sequence"}),
         same_work=False,
+        code=Code(remarks=(f"max_length={size} where the data is tokenized.",)),
     )

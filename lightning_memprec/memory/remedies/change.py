@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from lightning_memprec._errors import MemPrecError
+from lightning_memprec._units import format_bytes
 from lightning_memprec.memory.estimate import estimate_plan
 from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.remedies.snippet import Code
 from lightning_memprec.memory.result import Remedy
 
 __all__ = ["Change", "Need", "need_of", "prepared", "remedy_from", "skeleton", "together"]
@@ -29,6 +33,7 @@ class Change:
         exact: Whether training computes the same, rounding aside.
         topics: What it decides. Two changes with a topic in common exclude each other.
         same_work: Whether the changed plan does the same steps on the same samples, so that operations can be compared.
+        code: The same as ``how``, to paste.
     """
 
     name: str
@@ -39,6 +44,7 @@ class Change:
     exact: bool = False
     topics: frozenset[str] = frozenset()
     same_work: bool = True
+    code: Code = field(default_factory=Code)
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,12 @@ class Need:
     Args:
         device_bytes: ``minimum_device_bytes`` of its estimate.
         flops: Floating-point operations of the trace's matrix products, convolutions and attention.
+        offloaded_bytes: What the devices of a node keep in its memory for the whole run.
     """
 
     device_bytes: int
     flops: int
+    offloaded_bytes: int = 0
 
 
 def skeleton(plan: TrainingPlan) -> nn.Module | None:
@@ -71,7 +79,12 @@ def need_of(plan: TrainingPlan) -> Need | None:
         estimate = estimate_plan(plan)
     except MemPrecError:
         return None
-    return Need(estimate.minimum_device_bytes, estimate.events.flops if estimate.events else 0)
+    host = estimate.host
+    return Need(
+        estimate.minimum_device_bytes,
+        estimate.events.flops if estimate.events else 0,
+        host.offloaded_bytes * host.ranks_per_node if host is not None else 0,
+    )
 
 
 def remedy_from(change: Change, before: Need, after: Need, budget_bytes: int) -> Remedy:
@@ -79,6 +92,7 @@ def remedy_from(change: Change, before: Need, after: Need, budget_bytes: int) ->
     extra = after.flops / before.flops - 1.0 if change.same_work and before.flops else 0.0
     # Below one percent it is in the noise of what is not counted.
     counted = f"{extra:.0%} more compute" if extra >= 0.01 else ""
+    on_host = f"{format_bytes(after.offloaded_bytes)} of each node's memory" if after.offloaded_bytes else ""
     return Remedy(
         change.name,
         change.description,
@@ -86,8 +100,10 @@ def remedy_from(change: Change, before: Need, after: Need, budget_bytes: int) ->
         after.device_bytes,
         before.device_bytes - after.device_bytes,
         after.device_bytes <= budget_bytes,
-        cost="; ".join(filter(None, (change.cost, counted))),
+        cost="; ".join(filter(None, (change.cost, on_host, counted))),
         exact=change.exact,
+        snippet=change.code.python(),
+        config=change.code.yaml(),
     )
 
 
@@ -108,6 +124,7 @@ def together(parts: list[Change], name: str = "combined") -> Change:
         exact=all(part.exact for part in parts),
         topics=frozenset().union(*(part.topics for part in parts)),
         same_work=all(part.same_work for part in parts),
+        code=functools.reduce(operator.or_, (part.code for part in parts)),
     )
 
 

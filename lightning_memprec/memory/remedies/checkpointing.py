@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memprec._errors import MemPrecError
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.remedies.change import Change, Need, need_of, prepared
+from lightning_memprec.memory.remedies.snippet import Code
 
 __all__ = ["checkpointing", "fewer_blocks"]
 
@@ -29,16 +30,20 @@ class _Blocks:
 
 def checkpointing(model: nn.Module | None) -> Iterator[Change]:
     """Yield checkpointing of everything that offers it, else of the model's blocks."""
-    switch = None if model is None else next(_switches(model), None)
-    if switch is not None or model is None:
+    switches = [] if model is None else [call for call, _ in _switches(model)]
+    if switches or model is None:
         yield Change(
             "activation_checkpointing",
             "activation checkpointing",
-            "the model's `gradient_checkpointing_enable()`" if switch is None else switch[0],
+            switches[0] if switches else "the model's `gradient_checkpointing_enable()`",
             "",
             lambda p: prepared(p, _switch_on),
             exact=True,
             topics=_TOPIC,
+            code=Code(
+                statements=tuple(f"model.{call.partition('.')[2]}" for call in switches),
+                remarks=() if switches else ("The model's `gradient_checkpointing_enable()`.",),
+            ),
         )
     elif (blocks := _find_blocks(model)) is not None:
         yield _of_blocks(blocks, blocks.count)
@@ -83,6 +88,13 @@ def _of_blocks(blocks: _Blocks, count: int) -> Change:
         lambda p: prepared(p, functools.partial(_wrap, blocks=blocks, count=count)),
         exact=True,
         topics=_TOPIC,
+        code=Code(
+            statements=(
+                f"for block in model.{which.removeprefix('self.')}:",
+                "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)",
+            ),
+            imports=("import functools", "from torch.utils.checkpoint import checkpoint"),
+        ),
     )
 
 

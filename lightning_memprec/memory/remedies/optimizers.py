@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_memprec._errors import MemPrecError
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.remedies.change import Change
+from lightning_memprec.memory.remedies.snippet import Code
 
 __all__ = ["optimizers"]
 
@@ -29,6 +30,7 @@ def optimizers(plan: TrainingPlan) -> Iterator[Change]:
             lambda p: replace(p, adapt_optimizer=_without_foreach),
             exact=True,
             topics=_TOPIC,
+            code=Code(remarks=("In configure_optimizers: fused=True among the optimizer's arguments.",)),
         )
     yield Change(
         "eight_bit_optimizer",
@@ -37,6 +39,9 @@ def optimizers(plan: TrainingPlan) -> Iterator[Change]:
         "optimizer states rounded to 8 bits in blocks",
         lambda p: replace(p, adapt_optimizer=_eight_bit),
         topics=_TOPIC,
+        code=Code(
+            remarks=("In configure_optimizers: bitsandbytes.optim.AdamW8bit in place of the optimizer.",)
+        ),
     )
 
 

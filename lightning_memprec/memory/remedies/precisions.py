@@ -9,6 +9,7 @@ from lightning_memprec._devices import find_device
 from lightning_memprec.memory.plan import TrainingPlan
 from lightning_memprec.memory.precision import resolve_precision
 from lightning_memprec.memory.remedies.change import Change
+from lightning_memprec.memory.remedies.snippet import Code, setting
 
 __all__ = ["precisions"]
 
@@ -29,6 +30,7 @@ def precisions(plan: TrainingPlan) -> Iterator[Change]:
             "matrix products in half precision",
             lambda p: replace(p, precision=f"{half}-mixed"),
             topics=_TOPIC,
+            code=setting("precision", f"{half}-mixed"),
         )
     if precision.parameter_dtype is None:
         yield Change(
@@ -38,6 +40,7 @@ def precisions(plan: TrainingPlan) -> Iterator[Change]:
             "forward and backward in half precision",
             lambda p: replace(p, precision=f"{half}-master"),
             topics=_TOPIC | {"masters"},
+            code=_plugin(f"{half}-master"),
         )
     name = precision.name if precision.master_weights else f"{half}-master"
     may = precision.master_weights or precision.parameter_dtype is None
@@ -53,6 +56,7 @@ def precisions(plan: TrainingPlan) -> Iterator[Change]:
             lambda p: replace(p, precision=name, masters=replace(p.masters, low_memory=True)),
             exact=precision.master_weights,
             topics=frozenset({"precision", "masters", "optimizer", "accumulation"}),
+            code=_plugin(name, "low_memory"),
         )
     # A scaler, and clipping, must see all gradients before the first step: the plugin refuses.
     if not plan.masters.step_in_backward and name.startswith("bf16") and not plan.gradient_clip_val:
@@ -66,4 +70,16 @@ def precisions(plan: TrainingPlan) -> Iterator[Change]:
             ),
             exact=precision.master_weights,
             topics=frozenset({"precision", "masters", "optimizer", "accumulation"}),
+            code=_plugin(name, "step_in_backward"),
         )
+
+
+def _plugin(name: str, option: str | None = None) -> Code:
+    """Write the plugin with FP32 masters; it takes the place of the Trainer's ``precision``."""
+    arguments: dict[str, str | bool] = {"precision": name, **({option: True} if option else {})}
+    call = f'MasterWeightPrecision("{name}"{f", {option}=True" if option else ""})'
+    values = [{"class_path": "lightning_memprec.MasterWeightPrecision", "init_args": arguments}]
+    return Code(
+        {"plugins": (f"[{call}]", values), "precision": ("None", None)},
+        imports=("from lightning_memprec import MasterWeightPrecision",),
+    )

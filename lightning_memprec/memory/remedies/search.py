@@ -24,15 +24,20 @@ from lightning_memprec.memory.remedies.change import (
 from lightning_memprec.memory.remedies.checkpointing import checkpointing, fewer_blocks
 from lightning_memprec.memory.remedies.optimizers import optimizers
 from lightning_memprec.memory.remedies.precisions import precisions
-from lightning_memprec.memory.remedies.strategies import strategies
+from lightning_memprec.memory.remedies.snippet import Code
+from lightning_memprec.memory.remedies.strategies import ZERO_NAMES, more_devices, strategies
 from lightning_memprec.memory.result import MemoryEstimate, Remedy
 
 __all__ = ["suggest_remedies"]
 
 # A change that saves less is no help: it is left out.
 _WORTHWHILE = 0.01
-# Each costs speed, and is not needed where the one before it fits.
-_MASTERS = ("master_weights", "master_weights_low_memory", "master_weights_step_in_backward")
+# Each costs more than the one before it, and is not needed where one of these fits.
+_LADDERS = (
+    ("master_weights", "master_weights_low_memory", "master_weights_step_in_backward"),
+    ("fully_sharded", "fully_sharded_offload"),
+    ZERO_NAMES,
+)
 
 
 def suggest_remedies(
@@ -51,7 +56,8 @@ def suggest_remedies(
         capacity_bytes: What the device offers, in bytes.
         safety_margin: Fraction of the capacity to keep free, in [0, 1).
         thorough: Whether to also try pairs of changes of which neither is enough alone, and changes to what is trained
-            (shorter sequences, low-rank adapters). Takes some times as long.
+            (shorter sequences, low-rank adapters), more devices, and DeepSpeed where it is not installed. Takes some
+            times as long.
 
     Returns:
         Remedies in the order in which to try them: those that fit before those that do not, and among each those that
@@ -59,13 +65,12 @@ def suggest_remedies(
         single one makes the run fit, one combines them.
     """
     budget_bytes = int(capacity_bytes * (1.0 - safety_margin))
-    if callable(plan.batch):
-        plan = replace(plan, batch=plan.batch())
+    plan = replace(plan, batch=plan.make_batch())
     before = Need(estimate.minimum_device_bytes, estimate.events.flops if estimate.events else 0)
     model = skeleton(plan)
     search = _Search(plan, before, budget_bytes)
     for change in _changes(plan, model, estimate, budget_bytes, thorough=thorough):
-        if change.name in _MASTERS and search.fits(*_MASTERS):
+        if any(change.name in ladder and search.fits(*ladder) for ladder in _LADDERS):
             continue
         search.try_out(change)
         if change.name == "activation_checkpointing" and search.fits(change.name):
@@ -113,7 +118,7 @@ class _Search:
 
     def try_pairs(self) -> None:
         """Trace pairs of changes neither of which is enough; keep those that are."""
-        not_enough = [change for change in self._helpful if not self.fits(change.name)]
+        not_enough = self._strongest([change for change in self._helpful if not self.fits(change.name)])
         for pair in itertools.combinations(not_enough, 2):
             if pair[0].topics & pair[1].topics:
                 continue
@@ -122,18 +127,48 @@ class _Search:
                 self.add(outcome)
 
     def combine(self) -> None:
-        """Make one change after the other until the run fits; keep the last try."""
-        parts: list[Change] = []
+        """Make one change after the other until the run fits, cheap ones first, else strong ones first."""
+        changes = self._strongest(self._helpful)
+        cheap, strong = _compatible(changes), _compatible(sorted(changes, key=self._need_bytes))
+        tried = [self._combined(cheap)]
+        if tried[0] is not None and not tried[0].fits and {c.name for c in strong} != {c.name for c in cheap}:
+            tried.append(self._combined(strong))
+        self.add(min(filter(None, tried), key=lambda remedy: remedy.need_bytes, default=None))
+
+    def _combined(self, changes: list[Change]) -> Remedy | None:
+        """Add one change after the other until the run fits; return the last try."""
         remedy = None
-        for change in self._helpful:
-            if any(change.topics & part.topics for part in parts):
-                continue
-            parts.append(change)
-            if len(parts) > 1:
-                remedy = self._outcome(together(parts)) or remedy
-                if remedy is not None and remedy.fits:
-                    break
-        self.add(remedy)
+        for count in range(2, len(changes) + 1):
+            remedy = self._outcome(together(changes[:count])) or remedy
+            if remedy is not None and remedy.fits:
+                break
+        return remedy
+
+    def _strongest(self, changes: list[Change]) -> list[Change]:
+        """Leave out what decides the same as another change, is no more exact, and saves less."""
+        return [
+            change
+            for change in changes
+            if not any(
+                other.topics == change.topics
+                and other.exact >= change.exact
+                and (self._need_bytes(other), changes.index(other))
+                < (self._need_bytes(change), changes.index(change))
+                for other in changes
+            )
+        ]
+
+    def _need_bytes(self, change: Change) -> int:
+        return next(remedy.need_bytes for remedy in self.found if remedy.name == change.name)
+
+
+def _compatible(changes: list[Change]) -> list[Change]:
+    """Return the first change, and each later one that decides nothing which those before it do."""
+    chosen: list[Change] = []
+    for change in changes:
+        if not any(change.topics & other.topics for other in chosen):
+            chosen.append(change)
+    return chosen
 
 
 def _changes(
@@ -149,12 +184,13 @@ def _changes(
         yield from validation_batches(plan, budget_bytes)
     yield from micro_batches(plan, model, budget_bytes)
     yield from checkpointing(model)
-    yield from strategies(plan)
+    yield from strategies(plan, model, thorough=thorough)
     yield from precisions(plan)
     yield from optimizers(plan)
     if thorough:
         yield from shorter_sequences(plan, budget_bytes)
         yield from adapters(model)
+        yield from more_devices(plan, model, budget_bytes)
 
 
 def _expandable_segments(estimate: MemoryEstimate, budget_bytes: int) -> Remedy | None:
@@ -162,6 +198,9 @@ def _expandable_segments(estimate: MemoryEstimate, budget_bytes: int) -> Remedy 
     if estimate.events is None:
         return None
     config = AllocatorConfig(expandable_segments=True)
+    code = Code(
+        statements=('os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"',), imports=("import os",)
+    )
     after = minimum_capacity(estimate.events, config) + estimate.outside_allocator_bytes
     return Remedy(
         "expandable_segments",
@@ -172,4 +211,6 @@ def _expandable_segments(estimate: MemoryEstimate, budget_bytes: int) -> Remedy 
         after <= budget_bytes,
         basis="modelled",
         exact=True,
+        snippet=code.python(),
+        config=code.yaml(),
     )
