@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from lightning_memprec.cli._config import UsageError
 from lightning_memprec.memory.sharding.strategies import (
@@ -13,6 +14,9 @@ from lightning_memprec.memory.sharding.strategies import (
     ZeRO,
     resolve_strategy,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["read_strategy"]
 
@@ -41,13 +45,16 @@ def read_strategy(setting: Any) -> str | Strategy:
     if given and name == "ddp":
         return DDP(**{key: options[key] for key in _DDP_OPTIONS if options.get(key) is not None})
     if name in ("fsdp", "fsdp_cpu_offload"):
+        sharding: Any = options.get("sharding_strategy") or "FULL_SHARD"
         return FSDP(
-            sharding_strategy=options.get("sharding_strategy") or "FULL_SHARD",
+            # jsonargparse makes an enumeration of the name, the default's too.
+            sharding_strategy=getattr(sharding, "name", sharding),
             wrap=_class_names(options.get("auto_wrap_policy")),
+            prepare=_checkpointing(options),
             cpu_offload=bool(options.get("cpu_offload")) or name.endswith("offload"),
         )
     if name in ("modelparallel", "model_parallel"):
-        return FullyShard(by_module=True)
+        return FullyShard(by_module=True, tensor_parallel_size=options.get("tensor_parallel_size") or "auto")
     if given and name == "deepspeed":
         return ZeRO(
             stage=options.get("stage") or 2,
@@ -65,4 +72,19 @@ def _class_names(policy: Any) -> tuple[str, ...]:
     """Return the classes of modules that get flat parameters of their own; without a policy, as in torch, none."""
     if not isinstance(policy, (list, tuple, set)):
         return ()
-    return tuple(str(entry).rpartition(".")[2] for entry in policy)
+    return tuple(getattr(entry, "__name__", str(entry).rpartition(".")[2]) for entry in policy)
+
+
+def _checkpointing(options: dict[str, Any]) -> Callable[[nn.Module], None] | None:
+    """Return what wraps the modules whose activations are computed again, as ``FSDPStrategy`` does."""
+    classes = options.get("activation_checkpointing_policy") or options.get("activation_checkpointing")
+    names = _class_names(classes if isinstance(classes, (list, tuple, set)) else [classes])
+    if not classes:
+        return None
+
+    def wrap(wrapped: nn.Module) -> None:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+        apply_activation_checkpointing(wrapped, check_fn=lambda child: type(child).__name__ in names)
+
+    return wrap

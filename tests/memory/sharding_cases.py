@@ -64,6 +64,77 @@ class ConvNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
+class SplitBlock(nn.Module):
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head_width = width // heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        heads = (m(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+class SplitEncoder(nn.Module):
+    """Splits its layers over a mesh, as a LightningModule's ``configure_model`` does."""
+
+    _device_mesh = None
+
+    def __init__(self, width: int = 96, *, by_sequence: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(501, width)
+        self.layers = nn.ModuleList(SplitBlock(width) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 501)
+        self.by_sequence = by_sequence
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+    def shard(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            SequenceParallel,
+            parallelize_module,
+        )
+
+        mesh = self._device_mesh["tensor_parallel"]
+        between = Shard(1) if self.by_sequence else Replicate()
+        norms = SequenceParallel() if self.by_sequence else None
+        for layer in self.layers:
+            columns = {name: ColwiseParallel(input_layouts=between) for name in ("q", "k", "v", "up")}
+            rows = {name: RowwiseParallel(output_layouts=between) for name in ("out", "down")}
+            parallelize_module(
+                layer, mesh, columns | rows | ({"norm1": norms, "norm2": norms} if norms else {})
+            )
+        ends = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        }
+        parallelize_module(self, mesh, ends | ({"norm": norms} if norms else {}))
+        if self._device_mesh["data_parallel"].size() > 1:
+            for block in (*self.layers, self):
+                fully_shard(block, mesh=self._device_mesh["data_parallel"])
+
+
+def split_encoder() -> tuple[nn.Module, Any]:
+    return SplitEncoder(), encoder()[1]
+
+
+def split_encoder_by_sequence() -> tuple[nn.Module, Any]:
+    return SplitEncoder(by_sequence=True), encoder()[1]
+
+
 def encoder() -> tuple[nn.Module, Any]:
     return Encoder(), (torch.randint(501, (4, 32)), torch.randint(501, (4, 32)))
 
@@ -82,6 +153,7 @@ def loss(module: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(module(inputs).float().flatten(0, -2), targets.flatten())
 
 
+_SPLIT = FullyShard(by_module=True, tensor_parallel_size=2)
 _BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 CASES = {
@@ -117,5 +189,7 @@ CASES = {
         ShardedCase("fsdp2_convnet_4", convnet, FullyShard(), ranks=4),
         ShardedCase("fsdp2_encoder_4_groups_of_2", encoder, FullyShard(reshard_after_forward=2), ranks=4),
         ShardedCase("fsdp2_encoder_4_bf16_keep", encoder, FullyShard(**_BF16, reshard_after_forward=False), ranks=4),
+        ShardedCase("split_encoder", split_encoder, _SPLIT),
+        ShardedCase("split_encoder_by_sequence", split_encoder_by_sequence, _SPLIT),
     )
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -31,6 +32,17 @@ def measure(case: ShardedCase) -> int:
     return peak_of(lambda: train(case, *prepare(case)))
 
 
+class Step(nn.Module):
+    """The loss inside of what is wrapped, as Lightning has it: hooks on the output then begin with the loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: object) -> torch.Tensor:
+        return loss(self.module, batch)
+
+
 def prepare(case: ShardedCase) -> tuple[nn.Module, object]:
     module, batch = case.build()
     if case.precision == "bf16-true":
@@ -52,6 +64,12 @@ def wrap(case: ShardedCase, module: nn.Module) -> nn.Module:
     if isinstance(options, FSDP):
         return wrap_flat(case, options, module)
     assert isinstance(options, FullyShard)
+    if options.by_module:
+        size = options.tensor_parallel_size
+        shape, names = (dist.get_world_size() // size, size), ("data_parallel", "tensor_parallel")
+        module._device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        module.shard()
+        return module
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dtypes = {
@@ -87,12 +105,17 @@ def wrap_flat(case: ShardedCase, options: FSDP, module: nn.Module) -> nn.Module:
 
 def train(case: ShardedCase, module: nn.Module, batch: object) -> None:
     """Train in the order of Lightning's loop, as the zoo's reference does."""
-    module = wrap(case, module)
+    if isinstance(case.strategy, FSDP):
+        module = wrap(case, Step(module))
+        run = module
+    else:
+        module = wrap(case, module)
+        run = functools.partial(loss, module)
     settle()
     optimizer = case.optimizer(module.parameters())
 
     def micro_step(index: int) -> torch.Tensor:
-        result = loss(module, batch) / case.accumulate
+        result = run(batch) / case.accumulate
         if index == 0:
             optimizer.zero_grad()
         settle()

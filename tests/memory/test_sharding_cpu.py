@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memprec import estimate_memory
+from lightning_memprec.memory.estimate import estimate_plan
+from lightning_memprec.memory.plan import TrainingPlan
+from lightning_memprec.memory.sharding.strategies import FullyShard
 from tests.memory.sharding_cases import CASES, ShardedCase, loss
 
 WORST = 0.02
@@ -60,9 +62,10 @@ def folder(tmp_path_factory):
 
 def estimated(case: ShardedCase) -> int:
     module, batch = case.build()
-    estimate = estimate_memory(
-        module,
-        batch,
+    by_module = isinstance(case.strategy, FullyShard) and case.strategy.by_module
+    plan = TrainingPlan(
+        module=module,
+        batch=batch,
         optimizer=case.optimizer,
         loss=loss,
         precision=case.precision,
@@ -71,7 +74,9 @@ def estimated(case: ShardedCase) -> int:
         num_devices=case.ranks,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
+        prepare=(lambda copy: copy.shard()) if by_module else None,
     )
+    estimate = estimate_plan(plan)
     return max(
         phase.peak_allocated_bytes
         for phase in estimate.phases

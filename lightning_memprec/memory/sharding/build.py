@@ -83,7 +83,7 @@ def engine_of(
         elif isinstance(strategy, FullyShard):
             from lightning_memprec.memory.sharding.fully_sharded import FullyShardEngine
 
-            yield FullyShardEngine(strategy, world_size, device.type, recorder, stack)
+            yield FullyShardEngine(strategy, plan.num_devices, plan.num_nodes, device.type, recorder, stack)
         elif isinstance(strategy, FSDP):
             from lightning_memprec.memory.sharding.flat import FlatShardEngine
 

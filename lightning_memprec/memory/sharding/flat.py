@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class FlatShardEngine(Engine):
         """Flatten and shard each block, then what is left of the module."""
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+        gc.collect(0)  # In the first trace of a process, frames in a cycle still hold a whole weight.
         options = self._options
         keywords = {"use_orig_params": True, **dict(options.options)}
         strategy = ShardingStrategy[options.sharding_strategy]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_memprec._errors import TraceError
 from lightning_memprec.memory.result import Assumption
 from lightning_memprec.memory.sharding.engine import Engine, offloaded
 from lightning_memprec.memory.sharding.strategies import FullyShard
@@ -31,25 +33,41 @@ class FullyShardEngine(Engine):
 
     Args:
         options: How it is sharded.
-        world_size: Devices of all nodes.
+        num_devices: Devices per node.
+        num_nodes: Nodes.
         device_type: ``"cpu"`` or ``"cuda"``.
         recorder: Recorder of the trace.
         stack: Restores what is changed in torch for the length of the trace.
+
+    Raises:
+        TraceError: If the devices cannot be divided into groups that split each layer.
     """
 
     def __init__(
-        self, options: FullyShard, world_size: int, device_type: str, recorder: Recorder, stack: ExitStack
+        self,
+        options: FullyShard,
+        num_devices: int,
+        num_nodes: int,
+        device_type: str,
+        recorder: Recorder,
+        stack: ExitStack,
     ) -> None:
-        super().__init__(world_size)
+        super().__init__(num_devices * num_nodes)
         self._options = options
         self._recorder = recorder
         from torch.distributed.device_mesh import init_device_mesh
 
-        tensor_parallel = options.tensor_parallel_size
+        size = options.tensor_parallel_size
+        tensor_parallel = num_devices if size == "auto" else size
+        if self.world_size % tensor_parallel:
+            raise TraceError(
+                f"{self.world_size} devices cannot be divided into groups of {tensor_parallel} "
+                "(`tensor_parallel_size`). Take a multiple of it."
+            )
         # Names and order as in Lightning's strategy.
         self._mesh = init_device_mesh(
             device_type,
-            (world_size // tensor_parallel, tensor_parallel),
+            (self.world_size // tensor_parallel, tensor_parallel),
             mesh_dim_names=("data_parallel", "tensor_parallel"),
         )
         _mark_gathered_weights(recorder, stack)
@@ -78,6 +96,7 @@ class FullyShardEngine(Engine):
             return
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+        gc.collect(0)  # In the first trace of a process, frames in a cycle still hold a whole weight.
         blocks = chosen_modules(loop.module, self._options.wrap)
         keywords = self._keywords()
         for module in (*blocks, loop.module):

@@ -60,6 +60,7 @@ class FullyShard:
         reduce_dtype: Dtype in which gradients are reduced; ``None`` takes theirs.
         cpu_offload: Whether shards, gradients and optimizer states live in host memory.
         tensor_parallel_size: Devices that split each layer; the module's own ``configure_model`` has to do it.
+            ``"auto"`` is all devices of a node, Lightning's default.
         by_module: Whether the module's ``configure_model`` calls ``fully_shard``, as Lightning's strategy asks for.
     """
 
@@ -68,7 +69,7 @@ class FullyShard:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     cpu_offload: bool = False
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int | Literal["auto"] = 1
     by_module: bool = False
 
     def __post_init__(self) -> None:

@@ -122,6 +122,10 @@ def _replacements(
     device_type: str, redirect: TorchFunctionMode, ledger: Ledger
 ) -> Iterator[tuple[Any, str, Any]]:
     """Yield ``(owner, attribute, replacement)`` of what distributed code asks of a device."""
+    from torch.distributed import _functional_collectives
+
+    # On ``meta`` torch returns a copy here, elsewhere a wrapper around what came.
+    yield _functional_collectives, "_maybe_wrap_tensor", lambda tensor: tensor
     yield torch.autograd, "_engine_run_backward", _under(redirect, torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
     yield torch.UntypedStorage, "resize_", _counted(torch.UntypedStorage.resize_, ledger)
     yield Tensor, "record_stream", lambda tensor, stream: None
@@ -137,6 +141,8 @@ def _replacements(
         for name in ("is_available", "is_initialized"):
             yield torch.cuda, name, lambda: True
         yield torch.cuda, "device_count", lambda: 1
+        # The optimizers of torch 2.11 ask this through the driver.
+        yield torch.cuda, "is_current_stream_capturing", lambda: False
 
 
 def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:

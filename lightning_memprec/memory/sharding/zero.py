@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memprec._errors import TraceError
 from lightning_memprec.memory.result import Assumption
 from lightning_memprec.memory.sharding.engine import Engine
 from lightning_memprec.memory.sharding.gathering import Gathering
@@ -70,6 +71,11 @@ class ZeROEngine(Engine):
     def adapt(self, loop: TrainingLoop) -> None:
         """Give each optimizer flat FP32 partitions in place of the parameters, and hook the gradients."""
         recorder, options = loop.recorder, self._options
+        if len(loop.optimizers) > 1:
+            raise TraceError(
+                f"DeepSpeed drives one optimizer, but `configure_optimizers` returned {len(loop.optimizers)}. "
+                "Use another strategy, or one optimizer with parameter groups."
+            )
         trainable = [p for p in loop.module.parameters() if p.requires_grad]
         for optimizer in loop.optimizers:
             for group in optimizer.param_groups:
