@@ -1,4 +1,4 @@
-"""What static activations cost, and what AdaQuant and batch norms win back.
+"""What static activations cost, and what AdaQuant, batch norms and smoothing win back.
 
 Run: ``python -m benchmarks.int8_static``, and for the language model with ``--smollm2 models``, the folder of
 ``benchmarks.int8_accuracy``.
@@ -51,8 +51,16 @@ _CASES: dict[str, dict[str, Any]] = {
 _FEW = {"iterations": 100, "batch_rows": 128, "sequential": False, "memory_mib": 2048.0}
 _LANGUAGE_CASES: dict[str, dict[str, Any]] = {
     "absmax, measured at run time": {"method": "absmax"},
+    "absmax, static": {"method": "absmax", "activations": "static"},
+    "absmax, static, smoothed": {"method": "absmax", "activations": "static", "smoothing": 0.8},
     "W8 a channel, A8 static": {"method": "vectorwise", "activations": "static"},
-    "the same, outliers apart": {"method": "vectorwise", "activations": "static", "outlier_threshold": 6.0},
+    "W8 a channel, A8, smoothed 0.8": {"method": "vectorwise", "activations": "static", "smoothing": 0.8},
+    "W8 a channel, A8, smoothed 0.5": {"method": "vectorwise", "activations": "static", "smoothing": 0.5},
+    "W8 a channel, outliers apart": {
+        "method": "vectorwise",
+        "activations": "static",
+        "outlier_threshold": 6.0,
+    },
     "adaquant, 100 iterations": {"method": "adaquant", "method_options": _FEW},
     "the same, row_exponent 1": {"method": "adaquant", "method_options": {**_FEW, "row_exponent": 1.0}},
 }
@@ -94,13 +102,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smollm2", type=Path, help="folder into which the wheels were unpacked")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose names begin with these")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print(describe_machine())
+    cases = _CASES if arguments.smollm2 is None else _LANGUAGE_CASES
+    cases = {name: options for name, options in cases.items() if name.startswith(tuple(arguments.only))}
     if arguments.smollm2 is None:
-        table([SUBJECTS["convnet"](seed) for seed in range(_SEEDS)], _CASES)
+        table([SUBJECTS["convnet"](seed) for seed in range(_SEEDS)], cases)
     else:
-        table([smollm2(arguments.smollm2)], _LANGUAGE_CASES)
+        table([smollm2(arguments.smollm2)], cases)
 
 
 if __name__ == "__main__":

@@ -150,9 +150,16 @@ class Session:
                 method_options=options.method_options,
                 mask=options.mask,
                 batch_norm=options.batch_norm,
+                smoothing=options.smoothing,
                 **options.scheme,
             )
         reset_metrics(copied)  # Calibration has updated those of `validation_step`.
+        if not kept and not report.quantized:
+            raise ValueError(
+                f"no layer of the `{type(copied).__name__}` was quantized. Layers of torch can be (linear, convolution,"
+                " embedding, attention, recurrent), those that other packages write anew cannot; look at `include`,"
+                " `exclude` and `submodule`"
+            )
         return report
 
     def _batches(self, copied: LightningModule, *, ranking: bool) -> list[tuple[Any, ...]] | None:

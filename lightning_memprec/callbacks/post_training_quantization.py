@@ -19,6 +19,7 @@ from lightning_memprec.callbacks._ptq_session import Monitor, PhaseError, Sessio
 from lightning_memprec.callbacks._trainer_plan import is_sharded
 from lightning_memprec.quantization.methods import resolve
 from lightning_memprec.quantization.modules.base import Scheme
+from lightning_memprec.quantization.smoothing import check_smoothing
 
 if TYPE_CHECKING:
     from lightning_memprec._lightning import LightningModule, Trainer
@@ -82,6 +83,8 @@ class PostTrainingQuantization(CallbackBase):
             "attention_mask" where a batch has it.
         batch_norm: "fold" lets convolutions take over the factors of the batch norms behind them first, "retune"
             measures their statistics anew after quantization, "keep" leaves them.
+        smoothing: Move what one static scale cannot hold from the inputs of linear layers into their weights, by this
+            strength, such as 0.8. Needs scheme={"activations": "static"}. By default nothing is moved.
 
     Raises:
         ValueError: If an argument is not one of its choices or out of range.
@@ -111,13 +114,16 @@ class PostTrainingQuantization(CallbackBase):
         method_options: dict[str, Any] | None = None,
         mask: str | None = None,
         batch_norm: Literal["keep", "fold", "retune"] = "keep",
+        smoothing: float | None = None,
     ) -> None:
         super().__init__()
         parts = [field.name for field in fields(Scheme)]
         unknown = [key for key in scheme or () if key not in parts]
         if unknown:
             raise ValueError(f"`scheme` has no parts {unknown}. Choose among: {', '.join(parts)}.")
-        resolve(method, scheme or {}, method_options)
+        chosen = resolve(method, scheme or {}, method_options)
+        if smoothing is not None:
+            check_smoothing(smoothing, chosen.scheme)
         for name, value in (
             ("mode", mode),
             ("degradation", degradation),
@@ -155,6 +161,7 @@ class PostTrainingQuantization(CallbackBase):
         self.method_options = dict(method_options or {})
         self.mask = mask
         self.batch_norm: Literal["keep", "fold", "retune"] = batch_norm
+        self.smoothing = smoothing
         self._reset()
 
     def _reset(self) -> None:

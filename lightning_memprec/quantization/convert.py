@@ -28,6 +28,7 @@ from lightning_memprec.quantization.padding import Mask, MaskedForward
 from lightning_memprec.quantization.progress import Progress
 from lightning_memprec.quantization.report import QuantizationReport
 from lightning_memprec.quantization.rounding import round_to_nearest
+from lightning_memprec.quantization.smoothing import check_smoothing, smoothed
 from lightning_memprec.quantization.static_inputs import with_static_inputs
 from lightning_memprec.quantization.swapping import build_layers, swap
 from lightning_memprec.quantization.targets import Target, find_targets
@@ -53,6 +54,7 @@ def quantize_(
     mask: Mask | None = None,
     method_options: Mapping[str, Any] | None = None,
     batch_norm: BatchNorm = "keep",
+    smoothing: float | None = None,
 ) -> QuantizationReport:
     """Replace the layers of a model by int8 ones, in place.
 
@@ -87,6 +89,9 @@ def quantize_(
         batch_norm: ``"fold"`` lets convolutions take over the factors of the batch norms behind them before they are
             quantized; ``"retune"`` shifts the running statistics of batch norms as quantization shifts what enters
             them; ``"keep"`` leaves them. See :mod:`lightning_memprec.quantization.batch_norm`.
+        smoothing: Move what one static scale cannot hold from the inputs of linear layers into their weights, where
+            the layer before can take the factors; by this strength, 0 to 1. SmoothQuant begins with 0.5; massive
+            activations want more, such as 0.8. See :mod:`lightning_memprec.quantization.smoothing`.
 
     Returns:
         A row for each layer, and totals.
@@ -122,6 +127,8 @@ def quantize_(
             "`exact_outliers` needs an outlier threshold, and batches to find the outliers in."
             " Use the method 'llm_int8' and give `calibration`."
         )
+    if smoothing is not None:
+        check_smoothing(smoothing, chosen.scheme)
     run = MaskedForward(forward or call, mask)
     batches = None if calibration is None else list(calibration)
     check_batch_norm(batch_norm, batches)
@@ -131,7 +138,10 @@ def quantize_(
         if batch_norm == "fold":
             skipped = skipped + undone_if_it_fails.enter_context(folded_batch_norm(module))
         before = held_bytes(module)
-        targets, solution = _solve(module, chosen, targets, batches, run)
+        notes: dict[str, str] = {}
+        if smoothing is not None:
+            notes = undone_if_it_fails.enter_context(smoothed(module, targets, batches or [], run, smoothing))
+        targets, solution = _solve(module, chosen, targets, batches, run, notes)
         replacements = build_layers(targets, solution)
         comparison = _compare(module, targets, replacements, chosen, batches, run)
         keeps = can_keep if exact_outliers is None else exact_outliers
@@ -156,10 +166,11 @@ def _solve(
     targets: list[Target],
     batches: list[Any] | None,
     run: Callable[..., Any],
+    notes: dict[str, str],
 ) -> tuple[list[Target], Solution]:
-    notes: dict[str, str] = {}
     if method.scheme.activations == "static":
-        targets, notes = with_static_inputs(module, targets, batches or [], run)
+        targets, unreached = with_static_inputs(module, targets, batches or [], run)
+        notes = notes | unreached
     weights = (
         round_to_nearest(targets) if method.solver is None else method.solver(module, targets, batches, run)
     )
