@@ -8,10 +8,12 @@ digits; a small transformer trained on Python's built-in help, once, in some min
 ``~/.cache/lightning_memprec``; and with ``--smollm2 FOLDER`` SmolLM2-135M-Instruct, unpacked as
 ``benchmarks.int8_accuracy`` says. ``--auto-round PYTHON`` names the interpreter of an environment with auto-round.
 
-The error of a layer is that of its output on test data, relative to rounding to nearest in the same scheme: fed with
-the float model's inputs, and in place, inside the quantized model; methods that learn from a quantized prefix trade the
-first for the second. Rows that methods choose by are the last fifth of their calibration batches; neither they
-nor the others are test data.
+Errors are those of outputs on test data, relative to rounding to nearest in the same scheme. That of a layer is
+measured fed with the float model's inputs, and in place, inside the quantized model. Beside them stands what the method
+makes small: the error of a layer, or of a block for methods that look at blocks, on the inputs it was made for, which
+for methods that learn from a quantized prefix are those that this prefix gives. Rounding to nearest then gets the same
+inputs. Rows that methods choose by are the last fifth of their calibration batches; neither they nor the others are
+test data.
 """
 
 from __future__ import annotations
@@ -30,14 +32,20 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks import reconstruction_peers as peers
 from benchmarks._machine import describe_machine
-from benchmarks.reconstruction_errors import errors_in_place, layer_errors
+from benchmarks.reconstruction_errors import Aim, aimed_errors, errors_in_place, layer_errors
 from benchmarks.reconstruction_models import SUBJECTS, Subject, smollm2
 from lightning_memprec import quantize_
 from lightning_memprec.quantization.methods import method_names, resolve
 from lightning_memprec.quantization.modules.base import Scheme
+from lightning_memprec.quantization.reconstruction.adaquant import AdaQuant
+from lightning_memprec.quantization.reconstruction.block_wise import BlockWise
+from lightning_memprec.quantization.reconstruction.blocks import find_blocks
+from lightning_memprec.quantization.reconstruction.solving import Reconstruction
+from lightning_memprec.quantization.targets import find_targets
 
 __all__ = ["Row", "main", "measure", "table"]
 
@@ -73,6 +81,7 @@ class Row:
     Attributes:
         ratios: Test error of each layer, fed with the float model's inputs, relative to rounding to nearest, by name
             and training.
+        aimed: What the method makes small, relative to rounding to nearest, by name of the layer or block and training.
         in_place: The same inside the quantized model, where inputs carry the errors of the layers before.
         outputs: ``‖Y - Ŷ‖ / ‖Y‖`` of the model's output on test data.
         metrics: The task's.
@@ -81,6 +90,7 @@ class Row:
     """
 
     ratios: dict[str, float] = field(default_factory=dict)
+    aimed: dict[str, float] = field(default_factory=dict)
     in_place: dict[str, float] = field(default_factory=dict)
     outputs: list[float] = field(default_factory=list)
     metrics: list[float] = field(default_factory=list)
@@ -100,6 +110,19 @@ def _quantize(subject: Subject, method: str, scheme: Scheme) -> peers.Peer:
         method_options=_OPTIONS.get(method), **settings,
     )  # fmt: skip
     return rounded, time.process_time() - start, peers.memory("VmHWM") - before
+
+
+def aim(subject: Subject, row: str) -> Aim | None:
+    """Return what the method of a row makes small; ``None`` for rounding to nearest."""
+    solver = resolve(_method(row), {}, _OPTIONS.get(row)).solver
+    layers = tuple(subject.layers())
+    if isinstance(solver, BlockWise):
+        targets = [target for target in find_targets(subject.net, _COMMON)[0] if target.name in layers]
+        blocks = find_blocks(subject.net, targets)
+        return Aim(tuple(block.name for block in blocks), solver.inputs == "student", same_inputs=False)
+    if isinstance(solver, AdaQuant):
+        return Aim(layers, solver.sequential, same_inputs=False)
+    return Aim(layers, solver.sequential, same_inputs=True) if isinstance(solver, Reconstruction) else None
 
 
 def schemes(method: str, bits: int) -> dict[str, Scheme]:
@@ -123,15 +146,18 @@ def measure(
         bits: Width of the weights.
         auto_round: Interpreter of an environment with auto-round.
     """
-    baselines: dict[Scheme, tuple[dict[str, float], dict[str, float]]] = {}
+    baselines: dict[Scheme, tuple[nn.Module, dict[str, float], dict[str, float]]] = {}
 
-    def judge(scheme: Scheme, name: str, peer: peers.Peer) -> None:
+    def judge(scheme: Scheme, name: str, peer: peers.Peer, aim: Aim | None = None) -> None:
         rounded, seconds, memory = peer
         errors = layer_errors(subject, rounded)
         in_place, distance = errors_in_place(subject, rounded)
-        base = baselines.setdefault(scheme, (errors, in_place))
+        nearest, *base = baselines.setdefault(scheme, (rounded, errors, in_place))
         row = rows.setdefault((str(scheme), name), Row())
         row.ratios |= {f"{layer}, {seed}": errors[layer] / base[0][layer] for layer in errors}
+        if aim is not None:
+            found = aimed_errors(subject, rounded, nearest, aim)
+            row.aimed |= {f"{part}, {seed}": ratio for part, ratio in found.items()}
         row.in_place |= {f"{layer}, {seed}": in_place[layer] / base[1][layer] for layer in errors}
         row.outputs.append(distance)
         row.metrics.append(subject.metric(rounded))
@@ -149,7 +175,7 @@ def measure(
     for name, peer in _peers(subject, bits, auto_round):
         judge(common, name, peer)
     for name, (method, scheme) in wanted.items():
-        judge(scheme, name, _quantize(subject, method, scheme))
+        judge(scheme, name, _quantize(subject, method, scheme), aim(subject, method))
 
 
 def _peers(subject: Subject, bits: int, auto_round: Path | None) -> Iterator[tuple[str, peers.Peer]]:
@@ -170,19 +196,27 @@ def table(rows: dict[tuple[str, str], Row], metric: str) -> Iterator[str]:
     """Yield the lines of a table for each scheme, in Markdown."""
     for scheme in dict.fromkeys(scheme for scheme, _ in rows):
         yield f"\n{scheme}\n"
-        yield f"| | layer error | worst | better | in place | worst | better | output | {metric} | CPU s/M | MiB |"
-        yield "|---|---|---|---|---|---|---|---|---|---|---|"
+        yield (
+            "| | layer error | worst | better | on its own inputs | worst | better | in place | worst | better |"
+            f" output | {metric} | CPU s/M | MiB |"
+        )
+        yield "|---" * 14 + "|"
         own = {name: row for (other, name), row in rows.items() if other == scheme}
         for name, row in own.items():
-            cells = [name, *_errors(row.ratios), *_errors(row.in_place), _mean(row.outputs, "{:.2%}")]
+            cells = [name, *_errors(row.ratios), *_errors(row.aimed), *_errors(row.in_place)]
+            cells += [_mean(row.outputs, "{:.2%}")]
             cells += [_mean(row.metrics, "{:.2%}" if metric == "accuracy" else "{:.3f}")]
             cells += [_mean(row.seconds, "{:.1f}"), _mean(row.mebibytes, "{:.0f}")]
             yield f"| {' | '.join(cells)} |"
         for name, row in own.items():
-            worse = sorted(((ratio, layer) for layer, ratio in row.ratios.items() if ratio > 1), reverse=True)
-            if worse and not name.endswith("(peer)"):
-                found = ", ".join(f"{layer}: {ratio:.3f}" for ratio, layer in worse[:_SHOWN])
-                yield f"\n{name} errs more than rounding to nearest on {len(worse)} (layer, training): {found}"
+            for inputs, ratios in (("the float model's", row.ratios), ("its own", row.aimed)):
+                worse = sorted(((ratio, layer) for layer, ratio in ratios.items() if ratio > 1), reverse=True)
+                if worse and not name.endswith("(peer)"):
+                    found = ", ".join(f"{layer}: {ratio:.3f}" for ratio, layer in worse[:_SHOWN])
+                    yield (
+                        f"\n{name}, on {inputs} inputs, errs more than rounding to nearest on {len(worse)}"
+                        f" (layer, training): {found}"
+                    )
 
 
 def _errors(relative: dict[str, float]) -> list[str]:

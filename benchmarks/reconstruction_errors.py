@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.reconstruction_models import Subject
+from lightning_memprec.quantization.reconstruction.recording import first_tensor
 
-__all__ = ["errors_in_place", "layer_errors"]
+__all__ = ["Aim", "aimed_errors", "errors_in_place", "layer_errors"]
+
+
+class Aim(NamedTuple):
+    """What a method makes small.
+
+    Attributes:
+        parts: Names of the layers or blocks whose outputs it looks at.
+        student: Whether their inputs are those that the quantized model gives, else the float model's.
+        same_inputs: Whether the output to reach is that of the float part for these inputs, else for the float model's.
+            Without ``student`` that is the same.
+    """
+
+    parts: tuple[str, ...]
+    student: bool
+    same_inputs: bool
 
 
 class _Mean:
@@ -63,15 +80,54 @@ def errors_in_place(subject: Subject, rounded: nn.Module) -> tuple[dict[str, flo
     return {name: mean.value for name, mean in means.items()}, math.sqrt(noise.value / signal.value)
 
 
-def _outputs(model: nn.Module, names: list[str], batch: Any) -> dict[str, Tensor]:
+def aimed_errors(subject: Subject, rounded: nn.Module, nearest: nn.Module, aim: Aim) -> dict[str, float]:
+    """Return the mean squared error that a method makes small, relative to rounding that part alone to nearest.
+
+    Args:
+        subject: The float model and test data.
+        rounded: What the method made of it.
+        nearest: The model rounded to nearest in the same scheme.
+        aim: What the method makes small.
+    """
+    exact, own, other = (dict(net.named_modules()) for net in (subject.net, rounded, nearest))
+    errors: dict[str, tuple[_Mean, _Mean]] = defaultdict(lambda: (_Mean(), _Mean()))
+    wanted: dict[str, Tensor] = {}
+    with ExitStack() as hooks, torch.no_grad():
+        for name in aim.parts:
+
+            def compare(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                if not aim.student:
+                    wanted[name] = _tensor(output)
+                elif aim.same_inputs:
+                    wanted[name] = _tensor(exact[name](*args, **kwargs))
+                found = output if aim.student else own[name](*args, **kwargs)
+                for mean, answer in zip(errors[name], (found, other[name](*args, **kwargs)), strict=True):
+                    mean.add(_tensor(answer) - wanted[name])
+
+            place = (own if aim.student else exact)[name]
+            hooks.callback(place.register_forward_hook(compare, with_kwargs=True).remove)
+        for batch in subject.test:
+            if aim.student and not aim.same_inputs:
+                wanted |= _outputs(subject.net, aim.parts, batch)
+            (rounded if aim.student else subject.net)(batch)
+    return {name: found.value / rival.value for name, (found, rival) in errors.items()}
+
+
+def _tensor(output: Any) -> Tensor:
+    found = first_tensor(output)
+    assert found is not None
+    return found
+
+
+def _outputs(model: nn.Module, names: Iterable[str], batch: Any) -> dict[str, Tensor]:
     """Return what layers and the model (the empty name) give for a batch."""
     found: dict[str, Tensor] = {}
     layers = dict(model.named_modules())
     with ExitStack() as hooks, torch.no_grad():
         for name in names:
 
-            def keep(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
-                found[name] = output
+            def keep(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                found[name] = _tensor(output)
 
             hooks.callback(layers[name].register_forward_hook(keep).remove)
         output = model(batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -138,7 +137,7 @@ def calls_of(net, batches, loss=None):
     """Return the blocks of a net and their recorded calls."""
     blocks = find_blocks(net, find_targets(net, Scheme())[0])
     modules = {block.name: block.module for block in blocks}
-    return blocks, record(net, modules, batches, call, TensorStore(2**30, Path("unused")), loss)
+    return blocks, record(net, modules, batches, call, TensorStore(2**30), loss)
 
 
 def block_errors(kind, exact, rounded):
@@ -168,7 +167,7 @@ def student_errors(kind, exact, student, rounded):
             if errors is before:
                 whole.set_submodule(block.name, rounded.get_submodule(block.name))
             modules = {block.name: whole.get_submodule(block.name)}
-            seen = record(whole, modules, batches, call, TensorStore(2**30, Path("unused")))[block.name]
+            seen = record(whole, modules, batches, call, TensorStore(2**30))[block.name]
             squares = [
                 (a.output.load().double() - b.output.load().double()).square().mean()
                 for a, b in zip(seen, teacher[block.name], strict=True)

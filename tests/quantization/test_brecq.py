@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,9 +67,7 @@ def learner_of(scheme, features=8):
     net = nn.Sequential(nn.Linear(features, 5))
     targets, _ = find_targets(net, scheme)
     block, start = find_blocks(net, targets)[0], round_to_nearest(targets)
-    calls = record(net, {"0": net[0]}, [torch.randn(20, features)], call, TensorStore(2**30, Path("unused")))[
-        "0"
-    ]
+    calls = record(net, {"0": net[0]}, [torch.randn(20, features)], call, TensorStore(2**30))["0"]
     return net, block, calls, start, LearnedRounding(block, calls, start, 1.0, 1.0)
 
 

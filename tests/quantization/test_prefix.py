@@ -9,7 +9,7 @@ from torch import nn
 from lightning_memprec.quantization.measure import call
 from lightning_memprec.quantization.modules.base import Scheme
 from lightning_memprec.quantization.padding import MaskedForward
-from lightning_memprec.quantization.reconstruction import GPTQ, solving
+from lightning_memprec.quantization.reconstruction import GPTQ, AdaQuant, adaquant, solving
 from lightning_memprec.quantization.targets import find_targets
 
 
@@ -74,6 +74,30 @@ class Interleaved(Chain):
         return self.head(self.blocks[2](self.blocks[0].out(h), gate=gate)[0])
 
 
+class Outside(Chain):
+    """Calls layers of its blocks from outside, too, with other inputs."""
+
+    def forward(self, x, attention_mask=None):
+        h, gate = self.first(x), x.mean(-1, keepdim=True)
+        memory = 9 * torch.tanh(h).roll(1, -1)
+        for block in self.walk():
+            h = h + block.left(memory) + block(h, gate=gate)[0]
+        return self.head(h)
+
+
+class Branches(Chain):
+    """All layers of all blocks are given the same tensor."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.out = nn.Identity()
+
+    def forward(self, x, attention_mask=None):
+        h, gate = self.first(x), x.mean(-1, keepdim=True)
+        return self.head(sum(block(h, gate=gate)[0] for block in self.walk()))
+
+
 class Remembering(Chain):
     """Its middle block gives something else each time."""
 
@@ -91,24 +115,28 @@ class Remembering(Chain):
 
 DATA = [torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 PADDED = [{"x": x, "attention_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1] * 5])} for x in DATA]
-MODELS = {"chain": Chain, "shared": Twice, "not in all batches": Sometimes, "interleaved": Interleaved}
+MODELS = {"chain": Chain, "shared": Twice, "not in all batches": Sometimes, "interleaved": Interleaved,
+          "shared input": Branches, "called from outside": Outside}  # fmt: skip
+SOLVERS = {"gptq": GPTQ(), "adaquant": AdaQuant(iterations=10)}
 
 
-def solve(model, data=DATA, forward=call):
+def solve(model, data=DATA, forward=call, solver=SOLVERS["gptq"]):
     targets, _ = find_targets(model, Scheme(bits=4))
-    solution = GPTQ()(model, targets, data, forward)
+    solution = solver(model, targets, data, forward)
     return {name: weights["weight"].values for name, weights in solution.items()}
 
 
-def by_whole_passes(monkeypatch, model, *rest):
+def by_whole_passes(monkeypatch, model, *rest, **solver):
     with monkeypatch.context() as patch:
-        patch.setattr(solving, "find_blocks", lambda *_: [])
-        return solve(model, *rest)
+        for module in (solving, adaquant):
+            patch.setattr(module, "find_blocks", lambda *_: [])
+        return solve(model, *rest, **solver)
 
 
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("kind", MODELS.values(), ids=MODELS)
-def test_integers_are_those_of_passes_over_the_whole_model(monkeypatch, kind):
-    found, expected = solve(kind()), by_whole_passes(monkeypatch, kind())
+def test_integers_are_those_of_passes_over_the_whole_model(monkeypatch, kind, solver):
+    found, expected = solve(kind(), solver=solver), by_whole_passes(monkeypatch, kind(), solver=solver)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -127,6 +155,15 @@ def test_a_block_that_answers_differently_alone_is_left_to_whole_passes():
     assert model.times >= 6 * len(DATA)
 
 
+def test_adaquant_runs_each_block_some_times_not_all_of_them_once_a_layer(monkeypatch):
+    counts = []
+    for solve_ in (solve, lambda model, **solver: by_whole_passes(monkeypatch, model, **solver)):
+        Block.runs = 0
+        solve_(Chain(6), solver=SOLVERS["adaquant"])
+        counts.append(Block.runs)
+    assert counts[0] < 0.6 * counts[1]
+
+
 def test_runs_grow_with_the_number_of_blocks_not_with_its_square():
     runs = []
     for count in (3, 6, 12):
@@ -137,8 +174,9 @@ def test_runs_grow_with_the_number_of_blocks_not_with_its_square():
     assert runs[2] == 4 * runs[0]
 
 
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("fails", [False, True], ids=["finished", "refused"])
-def test_the_model_is_left_as_it_was(fails):
+def test_the_model_is_left_as_it_was(fails, solver):
     model = Chain()
     model.blocks[1].eval()
     inner = model.blocks[2].forward
@@ -152,9 +190,9 @@ def test_the_model_is_left_as_it_was(fails):
     state = torch.get_rng_state()
     if fails:
         with pytest.raises(ValueError, match="NaN or infinite"):
-            solve(model)
+            solve(model, solver=solver)
     else:
-        solve(model)
+        solve(model, solver=solver)
     assert [(part.training, set(part.__dict__)) for part in model.modules()] == before
     assert model.blocks[2].forward is own
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -173,7 +172,7 @@ def test_the_gradient_is_that_of_the_error_at_the_rounded_weights():
     targets, _ = find_targets(net, Scheme(bits=4, weight_granularity="group", group_size=3))
     block, start = find_blocks(net, targets)[0], round_to_nearest(targets)
     inputs = torch.randn(10, 6)
-    call_ = record(net, {"0": net[0]}, [inputs], call, TensorStore(2**30, Path("unused")))["0"][0]
+    call_ = record(net, {"0": net[0]}, [inputs], call, TensorStore(2**30))["0"][0]
     learner = MasterWeights(block, start)
     weight = learner.weights()["weight"]
     (replay(net[0], call_, learner.weights()) - net[0](inputs)).square().mean().backward()

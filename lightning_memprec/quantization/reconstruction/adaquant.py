@@ -10,24 +10,25 @@ and Integer Programming", arXiv 2006.10518; code: https://github.com/itayhubara/
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memprec.quantization.activations import outlier_columns
 from lightning_memprec.quantization.affine import Quantized
-from lightning_memprec.quantization.calibration import feed
+from lightning_memprec.quantization.measure import run_batches
 from lightning_memprec.quantization.methods import Method, Solution, register_method
 from lightning_memprec.quantization.modules.base import Scheme
 from lightning_memprec.quantization.progress import Progress
 from lightning_memprec.quantization.reconstruction.adaquant_layer import Learned, LearningRates, learn
+from lightning_memprec.quantization.reconstruction.adaquant_rows import Sample, StudentAndTeacher, collect
 from lightning_memprec.quantization.reconstruction.adaquant_student import Problem, products
-from lightning_memprec.quantization.reconstruction.paired_rows import RowSample, Survey, survey
-from lightning_memprec.quantization.reconstruction.solving import left_out
-from lightning_memprec.quantization.reconstruction.standing_in import standing_in
+from lightning_memprec.quantization.reconstruction.blocks import Block, find_blocks
+from lightning_memprec.quantization.reconstruction.paired_rows import survey
+from lightning_memprec.quantization.reconstruction.prefix import Batches, Source, calls_of
+from lightning_memprec.quantization.reconstruction.solving import by_block, left_out
 from lightning_memprec.quantization.rounding import round_to_nearest
 from lightning_memprec.quantization.targets import Target
 
@@ -57,8 +58,9 @@ class AdaQuant:
         row_exponent: Divide the squared error of each row by this power of its output's norm: 0 is the paper's
             objective, 2 counts relative errors. With 0 a few rows with huge outputs, such as the first token of a
             language model, decide alone; with 2 they have no say, though the model may need them. 1 is between.
-        sequential: Give each layer the inputs that it will see, from a model quantized up to there. Otherwise those of
-            the float model, many layers in a pass.
+        sequential: Give each layer the inputs that it will see, from a model quantized up to there. In blocks that
+            repeat, layers learn from recorded calls of the block; others take passes over the data. Otherwise give
+            layers the inputs of the float model, many in a pass.
         memory_mib: Limit of the rows that are held at a time, on the CPU.
     """
 
@@ -111,77 +113,106 @@ class AdaQuant:
         """
         solution = Solution(round_to_nearest(targets), left_out(targets))
         learning = {target.name: target for target in targets if target.name not in solution.notes}
-        run = _Run(model, list(batches or ()), forward)
-        found = survey(run.model, run.batches, run.forward, _modules(learning.values()))
+        whole = Source(model, Batches(batches or ()), forward)
+        blocks = [block for block in find_blocks(model, targets) if len(block.targets) > 1]
+        with calls_of(blocks, whole.batches) as calls:
+            found = survey(*whole, {name: target.module for name, target in learning.items()})
         for name in learning.keys() - found.rows.keys():
             solution.notes[name] = f"{_NEAREST}no calibration data reached it"
-        waiting = {name: learning[name] for name in found.rows}
-        with Progress(len(waiting)) as progress:
-            for group in self._passes(found, waiting):
-                chosen = [waiting.pop(name) for name in group]
-                # In their places stand the layers that are finished already; those to come answer in floating point.
-                before = [
-                    target for target in targets if target.name not in waiting and target.name not in group
-                ]
-                samples = self._sample(
-                    run, chosen, found, solution.complete(before) if self.sequential else [], solution
-                )
-                for target in chosen:
-                    progress.step(target.name)
-                    self._learn(target, *samples.pop(target.name), solution)
+        reached = {name: learning[name] for name in found.rows}
+        with Progress(len(reached)) as progress:
+            run = _Run(self, solution, found.rows, progress)
+            if not self.sequential:
+                for group in run.passes(reached):
+                    run.learn_together(group, whole)
+                return solution
+            once = [block for block in blocks if calls[block.name] == list(range(len(whole.batches)))]
+            with StudentAndTeacher(whole, solution) as models:
+                models.finish(target for target in targets if target.name not in reached)
+                units = [[reached[name] for name in group] for group in found.groups]
+                # Once, so that the model stays in evaluation mode and random generators come back meanwhile.
+                run_batches(model, [None], lambda model, batch: run.one_after_another(models, units, once))
         return solution
 
-    def _passes(self, found: Survey, targets: Mapping[str, Target]) -> Iterator[list[str]]:
-        """Group the layers that share a pass over the data: those of one input, or as many as memory holds."""
-        if self.sequential:
-            yield from found.groups
-            return
-        group: list[str] = []
+
+@dataclass(frozen=True)
+class _Run:
+    """One solution in the making.
+
+    Attributes:
+        method: How to learn.
+        solution: What becomes better.
+        rows: How many rows each layer sees.
+        progress: Is told of each layer.
+    """
+
+    method: AdaQuant
+    solution: Solution
+    rows: Mapping[str, int]
+    progress: Progress
+
+    def passes(self, targets: Mapping[str, Target]) -> Iterator[list[Target]]:
+        """Group the layers that share a pass over the float model: as many as memory holds."""
+        group: list[Target] = []
         size = 0.0
-        for name, rows in found.rows.items():
-            needed = min(rows * _bytes_of_row(targets[name]), self._budget)
+        for target in targets.values():
+            needed = min(self._bytes(target), self._budget)
             if group and size + needed > self._budget:
                 yield group
-                group, size = [], 0.0
-            group.append(name)
+                group, size = [], 0
+            group.append(target)
             size += needed
         if group:
             yield group
 
+    def learn_together(self, targets: list[Target], whole: Source) -> None:
+        """Let layers learn from one pass over the float model."""
+        for sample in collect(targets, self._shares(targets, self._budget), whole).values():
+            self._learn(sample.target, sample, sample)
+
+    def one_after_another(
+        self, models: StudentAndTeacher, units: list[list[Target]], blocks: list[Block]
+    ) -> None:
+        """Let layers learn from what a model gives that is quantized up to them.
+
+        Args:
+            models: The float model and the quantized one.
+            units: Layers that share their input, in the order of use.
+            blocks: Those that every batch calls once.
+        """
+        for block, own in by_block(units, _closed(blocks, units)):
+            with models.sources(block) as sources:
+                for unit in own:
+                    shares = self._shares(unit, self._budget / len(unit))
+                    pairs = models.rows(unit, shares, sources)
+                    for target in unit:
+                        self._learn(target, *pairs.pop(target.name))
+                    models.finish(unit)
+
     @property
     def _budget(self) -> float:
-        return self.memory_mib * 2**20
+        return self.method.memory_mib * 2**20
 
-    def _sample(
-        self, run: _Run, targets: list[Target], found: Survey, before: list[Target], solution: Solution
-    ) -> dict[str, tuple[_Sample, _Sample]]:
-        """Return rows of the float model and of the quantized prefix, the same ones."""
-        budget = self._budget / len(targets) if self.sequential else self._budget
-        shares = {
-            target.name: min(1.0, budget / (found.rows[target.name] * _bytes_of_row(target)))
-            for target in targets
-        }
-        exact = run.collect(targets, shares)
-        if not before:
-            return {name: (sample, sample) for name, sample in exact.items()}
-        layers = {target.name: target.build(dict(solution[target.name])) for target in before}
-        with standing_in(before, layers):
-            rounded = run.collect(targets, shares)
-        return {name: (exact[name], rounded[name]) for name in exact}
+    def _bytes(self, target: Target) -> int:
+        return self.rows[target.name] * _bytes_of_row(target)
 
-    def _learn(self, target: Target, exact: _Sample, seen: _Sample, solution: Solution) -> None:
-        notes = []
+    def _shares(self, targets: list[Target], budget: float) -> dict[str, float]:
+        return {target.name: min(1.0, budget / self._bytes(target)) for target in targets}
+
+    def _learn(self, target: Target, exact: Sample, seen: Sample) -> None:
+        self.progress.step(target.name)
+        method, solution, notes = self.method, self.solution, []
         if exact.rows.blocks != seen.rows.blocks:
             # Routed by what it computes, such as a mixture of experts.
             notes.append("learned from inputs of the float model: the quantized one calls it with others")
             seen = exact
-        problem = _problem(target, exact, seen, solution[target.name]["weight"], self.row_exponent)
+        problem = _problem(target, exact, seen, solution[target.name]["weight"], method.row_exponent)
         learned = learn(
             problem,
-            LearningRates(self.weight_rate, self.step_rate, self.input_rate, self.bias_rate),
-            iterations=self.iterations,
-            batch_rows=self.batch_rows,
-            learn_inputs=self.learn_inputs,
+            LearningRates(method.weight_rate, method.step_rate, method.input_rate, method.bias_rate),
+            iterations=method.iterations,
+            batch_rows=method.batch_rows,
+            learn_inputs=method.learn_inputs,
             seed=_SEED,
         )
         _keep(target, learned, solution)
@@ -194,45 +225,7 @@ class AdaQuant:
             solution.notes[target.name] = "; ".join(notes)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A model and its data."""
-
-    model: nn.Module
-    batches: Sequence[Any]
-    forward: Callable[[nn.Module, Any], Any]
-
-    def collect(self, targets: list[Target], shares: Mapping[str, float]) -> dict[str, _Sample]:
-        samples = {target.name: _Sample(target, RowSample(shares[target.name])) for target in targets}
-        feed(
-            self.model,
-            self.batches,
-            self.forward,
-            _modules(targets),
-            lambda name, block: samples[name].add(block),
-        )
-        return samples
-
-
-@dataclass
-class _Sample:
-    """Rows of one layer, and the features that are outliers in any of its rows."""
-
-    target: Target
-    rows: RowSample
-    outliers: Tensor | None = None
-
-    def add(self, block: Tensor) -> None:
-        self.rows.add(block)
-        threshold = self.target.scheme.outlier_threshold
-        if threshold is not None:
-            found = outlier_columns(block[:, 0], threshold)
-            self.outliers = found if self.outliers is None else self.outliers | found
-
-
-def _problem(
-    target: Target, exact: _Sample, seen: _Sample, nearest: Quantized, row_exponent: float
-) -> Problem:
+def _problem(target: Target, exact: Sample, seen: Sample, nearest: Quantized, row_exponent: float) -> Problem:
     matrix = target.weights["weight"]().float()
     bias = cast("Tensor | None", target.module.bias)
     bias = None if bias is None else bias.detach().float()
@@ -270,8 +263,15 @@ def _keep(target: Target, learned: Learned, solution: Solution) -> None:
         solution.biases[target.name] = learned.bias
 
 
-def _modules(targets: Iterable[Target]) -> dict[str, nn.Module]:
-    return {target.name: target.module for target in targets}
+def _closed(blocks: list[Block], units: list[list[Target]]) -> list[Block]:
+    """Return the blocks whose layers share no input with layers outside, as attention to an encoder's output does."""
+    names = [{target.name for target in unit} for unit in units]
+    inside = {block.name: {target.name for target in block.targets} for block in blocks}
+    return [
+        block
+        for block in blocks
+        if all(unit <= inside[block.name] or unit.isdisjoint(inside[block.name]) for unit in names)
+    ]
 
 
 def _bytes_of_row(target: Target) -> int:

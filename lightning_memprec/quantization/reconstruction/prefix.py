@@ -59,15 +59,31 @@ class Source(NamedTuple):
 
 @contextmanager
 def calls_of(blocks: list[Block], data: Batches) -> Iterator[dict[str, list[int]]]:
-    """Note in which batches each block is called, by its name, while the context is open."""
+    """Note in which batches each block is called, by its name, while the context is open.
+
+    A layer of it that is called from outside counts as a call of the block, too: calls of the block alone do not tell
+    all that such a layer sees.
+    """
     calls: dict[str, list[int]] = {block.name: [] for block in blocks}
+    inside: list[str] = []
     with ExitStack() as hooks:
         for block in blocks:
             # Bound here, because hooks are only told of the module.
-            def hook(module: nn.Module, args: Any, name: str = block.name) -> None:
+            def enter(module: nn.Module, args: Any, name: str = block.name) -> None:
                 calls[name].append(data.running)
+                inside.append(name)
 
-            hooks.callback(block.module.register_forward_pre_hook(hook).remove)
+            def leave(module: nn.Module, args: Any, output: Any, name: str = block.name) -> None:
+                inside.remove(name)
+
+            def check(module: nn.Module, args: Any, name: str = block.name) -> None:
+                if name not in inside:
+                    calls[name].append(data.running)
+
+            hooks.callback(block.module.register_forward_pre_hook(enter).remove)
+            hooks.callback(block.module.register_forward_hook(leave).remove)
+            for target in block.targets:
+                hooks.callback(target.module.register_forward_pre_hook(check).remove)
         yield calls
 
 
@@ -87,6 +103,16 @@ class Prefix(ExitStack):
         super().__init__()
         self._whole = whole
         self._store = self.enter_context(temporary_store(memory_bytes))
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let finished blocks run, rather than answer from memory, while the context is open."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def calls(self, block: Block, store: TensorStore) -> Source | None:
         """Record the calls of a block in the model that is quantized up to it.
@@ -129,7 +155,11 @@ class Prefix(ExitStack):
         with block.register_forward_hook(keep):
             run_batches(block, calls, replay)
 
+        run = block.forward
+
         def answer(*args: Any, **kwargs: Any) -> Any:
+            if self._paused:
+                return run(*args, **kwargs)
             return tree_map_only(Stored, Stored.load, answers[self._whole.batches.running])
 
         before = block.__dict__.get("forward")

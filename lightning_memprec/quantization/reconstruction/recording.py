@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -56,14 +56,15 @@ class Stored:
 class TensorStore:
     """Puts tensors away, in memory up to a budget and in files beyond it.
 
+    The files lie in a temporary folder, which is made for the first of them; :func:`temporary_store` removes it.
+
     Args:
         budget: Bytes of memory.
-        folder: An empty folder for the files, which are not removed.
     """
 
-    def __init__(self, budget: int, folder: Path) -> None:
+    def __init__(self, budget: int) -> None:
         self._left = budget
-        self._folder = folder
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
 
     def put(self, tensor: Tensor) -> Stored:
@@ -75,17 +76,24 @@ class TensorStore:
         if size <= self._left:
             self._left -= size
             return Stored(copy, tensor.device, copy.shape)
-        path = self._folder / f"{self._files}.pt"
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="lightning_memprec_")
+        path = Path(self._folder.name) / f"{self._files}.pt"
         self._files += 1
         torch.save(copy, path)
         return Stored(path, tensor.device, copy.shape)
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 @contextmanager
 def temporary_store(budget: int) -> Iterator[TensorStore]:
     """Open a store whose files vanish at the end."""
-    with tempfile.TemporaryDirectory(prefix="lightning_memprec_") as folder:
-        yield TensorStore(budget, Path(folder))
+    with closing(TensorStore(budget)) as store:
+        yield store
 
 
 @dataclass

@@ -28,7 +28,7 @@ from lightning_memprec.quantization.reconstruction.recording import temporary_st
 from lightning_memprec.quantization.rounding import round_to_nearest
 from lightning_memprec.quantization.targets import Target
 
-__all__ = ["Reconstruction", "left_out"]
+__all__ = ["Reconstruction", "by_block", "left_out"]
 
 _Unit = list[Target]  # Layers that see the same rows.
 _BUDGET = 2**30  # Bytes of FP64 products held together in parallel mode; a layer alone may need more.
@@ -133,7 +133,7 @@ class _Run:
             for target in self._targets:
                 if target.name not in learning:
                     self._replace(target, replaced)
-            for block, own in _by_block(units, blocks):
+            for block, own in by_block(units, blocks):
                 with temporary_store(_BUDGET) as store:
                     source = None if block is None else prefix.calls(block, store)
                     for unit in own:
@@ -224,8 +224,13 @@ def _passes(units: list[_Unit]) -> Iterator[list[_Unit]]:
         yield group
 
 
-def _by_block(units: list[_Unit], blocks: list[Block]) -> Iterator[tuple[Block | None, list[_Unit]]]:
-    """Group neighbouring units by the block they are in; ``None`` without one, or if it is left and entered again."""
+def by_block(units: list[_Unit], blocks: list[Block]) -> Iterator[tuple[Block | None, list[_Unit]]]:
+    """Group neighbouring units by the block they are in; ``None`` without one, or if it is left and entered again.
+
+    Args:
+        units: Layers that see the same input, in the order of use.
+        blocks: Blocks of the model.
+    """
     owners = {target.name: block for block in blocks for target in block.targets}
     runs = [(block, list(own)) for block, own in groupby(units, key=lambda unit: owners.get(unit[0].name))]
     visits = Counter(None if block is None else block.name for block, _ in runs)
