@@ -60,7 +60,7 @@ def _lines(path: str, report: CheckpointReport) -> Iterator[str]:
     yield f"{'':<22}{'tensors':>9}{'elements':>16}{'size':>14}"
     yield from _table("weights", report.weights)
     yield from _table("optimizer", report.optimizer)
-    if report.upcast_share is not None:
+    if report.upcast_share is not None and not report.quantized:
         # Of the two half dtypes the one on which the verdict rests: many bfloat16 values are float16 values, too.
         yield f"FP32 weights that are {report.upcast_dtype} values: {report.upcast_share:.2%}"
     for key, state in report.scalers.items():

@@ -45,6 +45,7 @@ class CheckpointReport:
         kind: Kind of file: ``"lightning"``, ``"state_dict"``, ``"safetensors"`` or ``"distributed"``.
         weights: Parameters and buffers by dtype; tied weights count once.
         optimizer: Moments and other states of the optimizers by dtype, step counters aside.
+        quantized: How many weights are integers with a scale.
         averaged: Whether the weights are averages over the run.
         has_average: Whether the checkpoint holds averages.
         tested: FP32 and FP64 values that can tell: finite and not zero.
@@ -58,6 +59,7 @@ class CheckpointReport:
     kind: str
     weights: dict[str, DtypeTotal]
     optimizer: dict[str, DtypeTotal] = field(default_factory=dict)
+    quantized: int = 0
     averaged: bool = False
     has_average: bool = False
     tested: int = 0
@@ -90,6 +92,9 @@ class CheckpointReport:
     @property
     def verdict(self) -> str:
         """One sentence on what the weights are worth."""
+        if self.quantized:
+            noun = "weight is" if self.quantized == 1 else "weights are"
+            return f"Quantized: {self.quantized} {noun} stored as integers with scales, not as FP32 master weights."
         count = {dtype: self.weights[dtype].elements for dtype in (*_WIDE, *_HALVES) if dtype in self.weights}
         half = sum(count.get(dtype, 0) for dtype in _HALVES)
         if not sum(count.values()):
@@ -158,6 +163,7 @@ def inspect_checkpoint(path: str | Path, source: Source = "auto") -> CheckpointR
         kind=checkpoint.kind,
         weights=_totals(weights.values()),
         optimizer=_totals(moments),
+        quantized=_quantized(weights),
         averaged=checkpoint.averaged,
         has_average=checkpoint.has_average,
         tested=counts["tested"],
@@ -205,6 +211,17 @@ def _totals(tensors: Iterable[StoredTensor]) -> dict[str, DtypeTotal]:
         dtype: DtypeTotal(len(group), sum(t.elements for t in group), sum(t.size_bytes for t in group))
         for dtype, group in groups.items()
     }
+
+
+def _quantized(weights: Mapping[str, StoredTensor]) -> int:
+    """Count integer tensors beside which there is a scale, by the names that writers of such files use."""
+    found = set()
+    for name in weights:
+        # `weight_scale` of compressed-tensors and our layers beside `weight` or `weight_packed`; `SCB` of bitsandbytes.
+        weight = name.removesuffix("SCB") + "weight" if name.endswith(".SCB") else name.removesuffix("_scale")
+        if weight != name:
+            found |= {key for key in (weight, f"{weight}_packed") if key in weights}
+    return sum(not weights[key].dtype.is_floating_point for key in found)
 
 
 def _scalers(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, float]]]:

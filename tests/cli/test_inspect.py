@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from lightning_memprec import quantize_
 from lightning_memprec.cli import inspect
 
 
@@ -50,6 +51,17 @@ def test_text(capsys, tmp_path):
     )
     out = run_inspect(capsys, path, "--source", "current")[1]
     assert out.endswith("averaged weights: present, not shown here\n\nHolds FP32 master weights.\n")
+
+
+def test_a_quantized_model_is_not_said_to_hold_masters(capsys, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 300))
+    quantize_(model)
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    out = run_inspect(capsys, tmp_path / "x.pt")[1]
+    assert out.endswith(
+        "Quantized: 1 weight is stored as integers with scales, not as FP32 master weights.\n"
+    )
+    assert "FP32 weights that are" not in out
 
 
 def test_the_dtype_that_decides_is_shown(capsys, tmp_path):

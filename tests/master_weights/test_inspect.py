@@ -71,6 +71,36 @@ def test_verdict(tmp_path, state, verdict):
     assert inspect_state(tmp_path, state).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"0.weight": torch.ones(2, 8, dtype=torch.int8), "0.weight_scale": normal(2, 1)},
+        {"0.weight_packed": torch.ones(2, 1, dtype=torch.int32), "0.weight_scale": normal(2, 1)},
+        {"weight_ih_l0": torch.ones(2, 8, dtype=torch.int8), "weight_ih_l0_scale": normal(2, 1)},
+        {"0.weight": torch.ones(2, 8, dtype=torch.int8), "0.SCB": normal(2)},
+        {"0.weight": torch.ones(2, 8, dtype=torch.int8), "0.weight_scale": normal(2, 1).half()},
+    ],
+    ids=["int8", "packed", "recurrent", "bitsandbytes", "half-precision scales"],
+)
+def test_quantized_weights_are_no_masters_whatever_floats_are_beside_them(tmp_path, state):
+    report = inspect_state(tmp_path, {**state, "norm.weight": normal(500), "steps": torch.tensor(7)})
+    assert report.quantized == 1
+    assert (
+        report.verdict == "Quantized: 1 weight is stored as integers with scales, not as FP32 master weights."
+    )
+
+
+def test_float_weights_with_a_scale_are_not_quantized(tmp_path):
+    state = {
+        "logit": normal(500),
+        "logit_scale": normal(1),
+        "lookup": torch.arange(3),
+        "weight_scale": normal(1),
+    }
+    report = inspect_state(tmp_path, state)
+    assert (report.quantized, report.verdict) == (0, "Holds FP32 master weights.")
+
+
 @given(st.lists(st.floats(width=32), max_size=40))
 def test_half_values_have_zero_bits_at_the_end_of_the_mantissa(values):
     tensor = torch.tensor(values, dtype=torch.float32)
