@@ -28,6 +28,10 @@ class TinyClassifier(pl.LightningModule):
         self.log("train_loss", loss)
         return loss
 
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.net(images), labels))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
@@ -45,6 +49,10 @@ class TinyData(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         self.dataset = TensorDataset(torch.randn(512, 64), torch.randint(0, 10, (512,)))
+        self.validation = TensorDataset(torch.randn(128, 64), torch.randint(0, 10, (128,)))
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.validation, batch_size=self.batch_size)

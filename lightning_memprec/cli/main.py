@@ -23,6 +23,7 @@ from lightning_memprec.cli import (
     quantize,
     report,
 )
+from lightning_memprec.cli._examples import EXAMPLES, show_examples
 
 __all__ = ["build_parser", "main"]
 
@@ -48,8 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for command in _COMMANDS.values():
+    for name, command in _COMMANDS.items():
         command.add_parser(subparsers)
+        show_examples(subparsers.choices[name], EXAMPLES[name])
     return parser
 
 

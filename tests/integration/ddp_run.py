@@ -1,7 +1,12 @@
-"""One rank of two-process runs; writes what each ended with to a file. Started by ``test_ranks.py``."""
+"""One rank of two-process runs; writes what each ended with to a file. Started by ``test_ranks.py``.
+
+The first part ends in a run that kills its own process; the second part resumes it in a new one.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -13,11 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lightning_memprec import MemoryPreflight, PostTrainingQuantization
 from tests.integration.runs import (
     WATCHING,
-    Killed,
     counted,
     find,
     fit,
-    killer,
     last_checkpoint,
     left_behind,
     make_callbacks,
@@ -47,39 +50,60 @@ def module(rank):
     return made
 
 
-def main(folder, rank):
-    warnings.simplefilter("ignore")
-    folder, found = Path(folder), {}
+def killer(step):
+    """A callback that ends its process at once, with one batch of an epoch trained after the last checkpoint."""
+    import lightning.pytorch as pl
 
-    def run(case, callbacks, ckpt=None):
-        trainer = fit(
-            folder / case,
-            callbacks,
-            module=module(int(rank)),
-            ckpt=ckpt,
-            strategy="ddp",
-            devices=2,
-            use_distributed_sampler=False,
-            ranks={"rank": int(rank), "ranks": 2},
-        )
-        found["resumed" if ckpt else case] = {**left_behind(trainer), "generators": None}
-        return trainer
+    class Killer(pl.Callback):
+        def on_before_optimizer_step(self, trainer, *args):
+            if trainer.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
 
+    return Killer()
+
+
+def run(folder, rank, callbacks, ckpt=None):
+    return fit(
+        folder,
+        callbacks,
+        module=module(rank),
+        ckpt=ckpt,
+        strategy="ddp",
+        devices=2,
+        use_distributed_sampler=False,
+        ranks={"rank": rank, "ranks": 2},
+    )
+
+
+def ended(trainer):
+    return {**left_behind(trainer), "generators": None}
+
+
+def first_part(folder, rank):
     every = make_callbacks(folder / "plain")
-    run("plain", [each for each in every if not isinstance(each, WATCHING)])
-    trainer = run("watched", make_callbacks(folder / "watched"))
-    found["counted"] = counted(trainer)
-    found["path"] = str(find(trainer, PostTrainingQuantization).path)
-    found["peak"] = find(trainer, MemoryPreflight).estimate.peak_allocated_bytes
-    try:
-        run(
-            "broken",
-            [*make_callbacks(folder / "broken"), killer("lightning.pytorch", "on_before_optimizer_step", 5)],
-        )
-    except Killed:
-        trainer = run("broken", make_callbacks(folder / "broken"), last_checkpoint(folder / "broken"))
-        found["counted again"] = counted(trainer)
+    plain = run(folder / "plain", rank, [each for each in every if not isinstance(each, WATCHING)])
+    trainer = run(folder / "watched", rank, make_callbacks(folder / "watched"))
+    found = {
+        "plain": ended(plain),
+        "watched": ended(trainer),
+        "counted": counted(trainer),
+        "path": str(find(trainer, PostTrainingQuantization).path),
+        "peak": find(trainer, MemoryPreflight).estimate.peak_allocated_bytes,
+    }
     torch.save(found, folder / f"rank{rank}.pt")
+    run(folder / "broken", rank, [*make_callbacks(folder / "broken"), killer(5)])
+
+
+def second_part(folder, rank):
+    last = last_checkpoint(folder / "broken")
+    trainer = run(folder / "broken", rank, make_callbacks(folder / "broken"), last)
+    found = {"resumed": ended(trainer), "counted": counted(trainer), "from": last.stem}
+    torch.save(found, folder / f"resumed{rank}.pt")
+
+
+def main(part, folder, rank):
+    warnings.simplefilter("ignore")
+    {"first": first_part, "second": second_part}[part](Path(folder), int(rank))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memprec import (
     GradScalerMonitor,
     MasterWeightPrecision,
+    MemoryMonitor,
     MemoryPreflight,
+    OutOfMemoryReport,
     PostTrainingQuantization,
     StagnationMonitor,
 )
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
-WATCHING = (MemoryPreflight, GradScalerMonitor, StagnationMonitor, PostTrainingQuantization)
+WATCHING = (
+    MemoryPreflight, MemoryMonitor, OutOfMemoryReport, GradScalerMonitor, StagnationMonitor, PostTrainingQuantization,
+)  # fmt: skip
 BATCHES = 6  # of one epoch
 
 
@@ -130,6 +134,8 @@ def make_callbacks(folder, name="lightning.pytorch", **quantization):
     theirs = importlib.import_module(f"{name}.callbacks")
     return [
         MemoryPreflight(report_path=Path(folder, "preflight.json")),
+        MemoryMonitor(every_n_steps=2, calibrate=False),
+        OutOfMemoryReport(dirpath=Path(folder, "out of memory")),
         GradScalerMonitor(every_n_steps=2, report_path=Path(folder, "scaler.json")),
         StagnationMonitor(every_n_steps=2),
         theirs.EMAWeightAveraging(decay=0.5),
