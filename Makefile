@@ -2,16 +2,18 @@ PY ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-all lint bench docs clean
+.PHONY: help setup demo test test-all test-oldest lint bench docs dist clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-# Versions come from requirements/tested.txt; torch first, so that nothing else chooses its build.
+# Versions come from the second file; torch first, so that nothing else chooses its build.
 .venv/.ready: pyproject.toml requirements/tested.txt
-	$(PY) -m venv .venv
-	$(BIN)/pip install --quiet --constraint requirements/tested.txt torch torchvision
-	$(BIN)/pip install --quiet --constraint requirements/tested.txt --editable ".[dev]"
+.venv-oldest/.ready: pyproject.toml requirements/oldest.txt
+.venv/.ready .venv-oldest/.ready:
+	$(PY) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --constraint $(word 2,$^) torch torchvision
+	$(@D)/bin/pip install --quiet --constraint $(word 2,$^) --editable ".[dev]"
 	touch $@
 
 setup: .venv/.ready ## Create .venv with the tested versions
@@ -26,6 +28,11 @@ test: .venv/.ready ## Run the tests (WORKERS=2 at a time)
 
 test-all: .venv/.ready ## Run the tests with all their cases (about 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m ""
+
+# Old packages warn about each other's deprecations, which is no fault of the package.
+test-oldest: .venv-oldest/.ready ## Run the tests with the lowest allowed versions, in .venv-oldest
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+		-W ignore::DeprecationWarning
 
 lint: .venv/.ready ## Check format, style, types and layers
 	$(BIN)/ruff format --check .
@@ -44,5 +51,12 @@ docs: .venv/.ready ## Build the documentation into site/
 	$(BIN)/pip install --quiet --constraint requirements/tested.txt --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-clean: ## Remove the environment and everything built
-	rm -rf .venv site dist .pytest_cache .mypy_cache .ruff_cache
+# `build` makes the wheel from the sdist, so that both are complete.
+dist: .venv/.ready ## Build the sdist and the wheel into dist/ and check what is in them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m pytest tests/test_release.py -m ""
+
+clean: ## Remove the environments and everything built
+	rm -rf .venv .venv-oldest site dist .pytest_cache .mypy_cache .ruff_cache

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from callbacks.runs import make_trainer
 from callbacks.scaler_runs import NAN, fused, hearing, loader, make_module, make_plugin
+
 from lightning_memprec.callbacks.grad_scaler_monitor import GradScalerMonitor
 from lightning_memprec.scaling.survey import Survey
 
