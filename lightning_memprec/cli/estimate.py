@@ -166,7 +166,15 @@ def _judge(config: RunConfig, args: argparse.Namespace) -> int:
                 remedies = suggest_remedies(
                     planned.plan, estimate, capacity or 0, safety_margin=margin, thorough=True
                 )
+    if args.remedy is not None and args.remedy > len(remedies):
+        raise UsageError(_no_such_change(args.remedy, len(remedies)))
     return _print(args, estimate, verdict, remedies, planned.notes)
+
+
+def _no_such_change(number: int, known: int) -> str:
+    if not known:
+        return f"`--remedy {number}` names no change: none was looked for or found. Leave the option out."
+    return f"`--remedy {number}` names no change: there are {known}. Give a number from 1 to {known}."
 
 
 def _capacity(device: str | None, device_memory: int | str | None) -> int | None:
@@ -211,9 +219,6 @@ def _print_lines(remedies: tuple[Remedy, ...], number: int | None) -> None:
     if number is None:
         number = 1 if remedies and remedies[0].fits else 0
     if not number:
-        return
-    if number > len(remedies):
-        print(f"There is no change {number}: the table lists {len(remedies)}.")
         return
     remedy = remedies[number - 1]
     print(f"\nChange {number}, {remedy.description}, in Python:\n")

@@ -227,8 +227,20 @@ def _composed(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
         return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
+def _four_bit_product(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Unpack the whole weight and multiply, as bitsandbytes does on CPUs and with many rows on GPUs.
+
+    With fewer than 5 to 1,536 rows, by GPU and shape, a kernel unpacks as it goes, and less is needed.
+    """
+    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
+
+    with recorder:
+        return _gemm_4bit_default_impl(*args, **kwargs)
+
+
 HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(COMPOSED, _composed),
+    "bitsandbytes::gemm_4bit": _four_bit_product,
     **SPARSE_HANDLERS,
     **COLLECTIVE_HANDLERS,
     "aten::add": _add,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -9,7 +11,7 @@ from torch._ops import OpOverload
 from lightning_memprec.memory.cpu_recurrent import recurrent_kernels
 from lightning_memprec.memory.cpu_temporaries import cpu_kernel_allocations
 from lightning_memprec.memory.interpose import Kernel
-from lightning_memprec.memory.layout import channels_last_convolution
+from lightning_memprec.memory.layout import channels_last_convolution, is_channels_last
 from lightning_memprec.memory.whole_kernels import whole_kernels
 
 __all__ = ["cpu_kernel_allocations", "cpu_kernels"]
@@ -28,10 +30,39 @@ def cpu_kernels() -> dict[OpOverload, Kernel]:
     """
     return {
         _aten.convolution.default: channels_last_convolution,
+        _aten.native_batch_norm.default: _batch_norm,
+        _aten.native_batch_norm_backward.default: _batch_norm_backward,
         _aten.scaled_dot_product_attention.default: _scaled_dot_product_attention,
         **recurrent_kernels(),
         **whole_kernels(),
     }
+
+
+def _batch_norm(func: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Normalize; the output is contiguous unless the data are channels-last.
+
+    The meta kernel keeps any dense layout, so that a layer after a transposition back would copy nothing.
+    Source: `suggest_memory_format` in `batch_norm_cpu`, aten/src/ATen/native/Normalization.cpp.
+    """
+    outputs = func(data, *args, **kwargs)
+    _lay_out(outputs[0], data)
+    return outputs
+
+
+def _batch_norm_backward(func: Any, grad: Tensor, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The gradient of the data is laid out as the output is (`batch_norm_backward_cpu_template`)."""
+    grads = func(grad, data, *args, **kwargs)
+    if grads[0] is not None:
+        _lay_out(grads[0], data)
+    return grads
+
+
+def _lay_out(output: Tensor, data: Tensor) -> None:
+    if not output.is_meta or is_channels_last(data) or output.is_contiguous():
+        return
+    strides = torch.empty_like(output, memory_format=torch.contiguous_format).stride()
+    # Other strides on the same storage: a copy would show up as memory.
+    output.data = output.detach().as_strided(output.size(), strides)
 
 
 def _scaled_dot_product_attention(

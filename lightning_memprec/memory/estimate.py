@@ -35,6 +35,7 @@ from lightning_memprec.memory.master import cast_to_half
 from lightning_memprec.memory.meta_copy import meta_copy, move_to_meta
 from lightning_memprec.memory.modules import track_modules
 from lightning_memprec.memory.observe.residual import calibrated
+from lightning_memprec.memory.optimizer_overrides import follow_overrides, unchanged_overrides
 from lightning_memprec.memory.phases import with_outer_phases, with_reserved
 from lightning_memprec.memory.plan import TrainingPlan, ValidationLoader, ValidationPlan
 from lightning_memprec.memory.precision import PrecisionPolicy, resolve_precision
@@ -299,6 +300,7 @@ def _convert(module: nn.Module, plan: TrainingPlan, dtype: torch.dtype, *, with_
 def _prepared_copy(plan: TrainingPlan, recorder: Recorder, engine: Engine) -> nn.Module:
     if isinstance(plan.module, nn.Module):
         module = meta_copy(plan.module, recorder.meta_twin, plan.shared)
+        follow_overrides(plan.module, module)
     else:
         with torch.device("meta"):
             module = plan.module()
@@ -339,7 +341,7 @@ def _untouched_state() -> Iterator[None]:
     # A collection in mid-trace would move deaths of cyclic garbage about and make two traces differ.
     gc.disable()
     try:
-        with unchanged(), warnings.catch_warnings():
+        with unchanged(), unchanged_overrides(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The real run gives the user's own warnings, once.
             yield
     finally:

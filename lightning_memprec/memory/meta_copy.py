@@ -121,12 +121,24 @@ def _copy_tensor(tensor: Tensor, memo: dict[int, Any], twin: Callable[[Tensor], 
         else:
             copied = nn.Parameter(data, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = copied
+        if copied.untyped_storage().nbytes() == tensor.untyped_storage().nbytes():
+            memo[_storage_key(tensor)] = copied.untyped_storage()
         vars(copied).update(copy.deepcopy(vars(tensor), memo))
         _copy_hooks(tensor, copied, memo)
+    elif (storage := memo.get(_storage_key(tensor))) is not None:
+        # It lies in a parameter, such as the integers that bitsandbytes names twice.
+        copied = torch.empty(0, dtype=tensor.dtype, device="meta")
+        copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     else:
         copied = twin(tensor.detach().as_subclass(Tensor)).requires_grad_(tensor.requires_grad)  # type: ignore[arg-type]
     memo[id(tensor)] = copied
     return copied
+
+
+def _storage_key(tensor: Tensor) -> Any:
+    """Return the key of a tensor's storage in a memo, whose other keys are numbers."""
+    is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return ("storage", tensor.untyped_storage()._cdata) if is_plain else None
 
 
 def _copy_hooks(parameter: nn.Parameter, copied: nn.Parameter, memo: dict[int, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -100,14 +101,37 @@ class _NoEarlyExit(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _NumbersForOperators(TorchFunctionMode):
+    """Reads a tensor where a custom operator takes a number, as torch does by itself for tensors with storage.
+
+    bitsandbytes' LAMB and LARS hand a parameter's norm to their operator so.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, OpOverloadPacket):
+            wanted = func.default._schema.arguments
+            args = tuple(
+                value.item()
+                if isinstance(value, Tensor) and isinstance(argument.type, torch.FloatType)
+                else value
+                for value, argument in zip(args, wanted, strict=False)  # Defaults are left out.
+            )
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def _paged_states(recorder: Recorder, note: Callable[[Assumption], None]) -> Iterator[None]:
-    """Leave bitsandbytes' paged states out of the device: they live in unified memory, and need a driver to be made."""
+def _bitsandbytes(recorder: Recorder, note: Callable[[Assumption], None]) -> Iterator[None]:
+    """Make bitsandbytes' steps traceable.
+
+    Paged states are left out of the device: they live in unified memory, and need a driver to be made.
+    """
     functional = sys.modules.get("bitsandbytes.functional")
     if functional is None:
         yield
         return
-    names = ("get_paged", "fill", "prefetch_tensor")
+    names = ("get_paged", "fill", "prefetch_tensor", "optimizer_update_32bit")
     originals = {name: getattr(functional, name) for name in names}
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
@@ -126,7 +150,13 @@ def _paged_states(recorder: Recorder, note: Callable[[Assumption], None]) -> Ite
     def nothing(*args: Any, **kwargs: Any) -> None:
         """Contents and pages are no concern of a trace."""
 
-    functional.__dict__.update(get_paged=get_paged, fill=nothing, prefetch_tensor=nothing)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        with _NumbersForOperators():
+            return originals["optimizer_update_32bit"](*args, **kwargs)
+
+    functional.__dict__.update(
+        get_paged=get_paged, fill=nothing, prefetch_tensor=nothing, optimizer_update_32bit=update
+    )
     try:
         yield
     finally:
@@ -179,7 +209,7 @@ def steppable(
 
     recorder.on_unknown = assume
     try:
-        with branches if is_lbfgs else nullcontext(), _paged_states(recorder, note):
+        with branches if is_lbfgs else nullcontext(), _bitsandbytes(recorder, note):
             yield evaluate if closure is not None else None
     finally:
         recorder.on_unknown = unknown

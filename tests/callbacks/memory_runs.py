@@ -53,7 +53,7 @@ class CountingMeter(TorchDispatchMode):
 
     @property
     def allocated(self):
-        return sum(size for size, _ in self.live.values())
+        return sum(size for size, _ in list(self.live.values()))
 
     def read(self):
         self.reads += 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -137,6 +138,31 @@ def test_overflow_comes_with_remedies(program, capsys):
     assert code == 3
     assert report["remedies"]
     assert all(r["saving_bytes"] > 0 for r in report["remedies"])
+
+
+NARROW = {"model": {"width": 300}, "optimizer": {"class_path": "torch.optim.AdamW"}}
+ON_1_KIB = ["--cli", "prog:MyCLI", "--device", "cpu", "--device-memory", "1KiB"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [1, 2])
+def test_lines_of_the_remedy_asked_for_compile(program, capsys, number):
+    Path("run.yaml").write_text(yaml.safe_dump(NARROW))
+    assert main(["estimate", "--config", "run.yaml", *ON_1_KIB, "--remedy", str(number)]) == 3
+    heading, python = capsys.readouterr().out.split("in Python:\n")
+    assert f"\nChange {number}, " in heading
+    python = python.split("\nIn a file of its own")[0]
+    compile(textwrap.dedent(python), "remedy", "exec")
+    assert python.strip()
+
+
+def test_a_remedy_beyond_the_list_is_bad_usage(program, capsys):
+    code, err = main_with(capsys, NARROW, *ON_1_KIB, "--remedy", "99")
+    assert code == 2
+    assert "`--remedy 99` names no change: there are" in err
+    code, err = main_with(capsys, NARROW, *ON_1_KIB, "--remedy", "1", "--no-remedies")
+    assert code == 2
+    assert "none was looked for or found" in err
 
 
 def test_optimizer_of_the_configuration_replaces_the_modules(program, capsys):

@@ -37,6 +37,8 @@ def test_lists_are_those_of_the_installed_torch(device):
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
     }
+    # Older versions register overloads for dimensions with names, which models do not use.
+    registered = {name for name in registered if "dimname" not in name.lower() and ".names_" not in name}
     listed = {str(func).replace(".", "::", 1).removesuffix(".default") for func, _ in operators(device)}
     # The CUDA library registers the RNN; a CPU build lacks it.
     assert listed - {"aten::_cudnn_rnn"} == registered - {"aten::_cudnn_rnn"}

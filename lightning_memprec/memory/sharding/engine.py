@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_memprec.memory.carried import carried_tensors
 from lightning_memprec.memory.result import Assumption
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Engine:
         """Count what is on the device when set-up begins: the module."""
         for name, parameter in module.named_parameters():
             recorder.mark(parameter, "parameters", name)
+        for name, tensor in carried_tensors(module):
+            recorder.mark(tensor, "parameters", name)
         for name, buffer in module.named_buffers():
             recorder.mark(buffer, "buffers", name)
 
