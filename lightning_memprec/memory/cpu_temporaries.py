@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from lightning_memprec.memory.cpu_collectives import cpu_collective_allocations
 from lightning_memprec.memory.cpu_elementwise import elementwise_allocations
+from lightning_memprec.memory.cpu_products import product_allocations
 from lightning_memprec.memory.layout import is_channels_last
 
 __all__ = ["cpu_kernel_allocations"]
@@ -214,4 +215,5 @@ _RULES: dict[OpOverload, _Rule] = {
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     **cpu_collective_allocations(),
     **elementwise_allocations(),
+    **product_allocations(),
 }
