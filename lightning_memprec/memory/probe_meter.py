@@ -65,7 +65,7 @@ class CpuMeter:
     def start(self, base_bytes: int) -> None:
         """Begin to listen."""
         self._base_bytes = base_bytes
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         with _quiet_kineto():
             self._profile.__enter__()  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,7 @@ def peak_of(run: Callable[[], Any]) -> int:
     gc.collect()
     gc.disable()  # A collection in the middle would free cycles at an instant that depends on earlier runs.
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             run()
     finally:
         gc.enable()

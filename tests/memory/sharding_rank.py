@@ -138,12 +138,14 @@ def train(case: ShardedCase, module: nn.Module, batch: object) -> None:
         optimizer.step(last_step)
 
 
-def one_thread(store: dist.Store, rank: int, size: int, **options: object) -> dist.ProcessGroupGloo:
-    """Build gloo with one thread: it has let go of all that earlier collectives held when it runs the next."""
-    settings = dist.ProcessGroupGloo._Options()
-    settings._threads = 1
-    settings._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(store, rank, size, settings)
+class OneThreadGloo(dist.ProcessGroupGloo):
+    """Gloo with one thread: it has let go of all that earlier collectives held when it runs the next."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, **options: object) -> None:
+        settings = dist.ProcessGroupGloo._Options()
+        settings._threads = 1
+        settings._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        super().__init__(store, rank, size, settings)
 
 
 def settle() -> None:
@@ -172,7 +174,7 @@ def settle_after_collectives() -> None:
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.distributed_c10d.ProcessGroupGloo = one_thread
+    dist.distributed_c10d.ProcessGroupGloo = OneThreadGloo
     dist.init_process_group("gloo", init_method="env://")
     settle_after_collectives()
     found = {name: measure(CASES[name]) for name in names}

@@ -68,7 +68,7 @@ def _leaves(device):
 def test_sums_are_in_place_where_they_really_are(loss):
     x, w = _leaves("cpu")
     real = loss(x.sin(), w)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         real.backward()
     expected = [event.name for event in profiler.events() if event.name in ("aten::add", "aten::add_")]
     recorder = _Additions()

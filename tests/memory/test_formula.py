@@ -172,7 +172,7 @@ def test_logits_and_loss_agree_with_a_profiled_cross_entropy(dtype, element_byte
     hidden = torch.ones(tokens, 4, dtype=dtype, requires_grad=True)
     weight = torch.ones(vocabulary, 4, dtype=dtype, requires_grad=True)
     target = torch.zeros(tokens, dtype=torch.long)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         logits = hidden @ weight.T
         torch.nn.functional.cross_entropy(logits.float(), target).backward()
     events = sorted(
