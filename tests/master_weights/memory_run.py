@@ -79,7 +79,10 @@ def bytes_per_parameter(layers, width, options, plugin=None, **trainer_options):
     gc.disable()  # A collection in the middle would free cycles at an instant that depends on earlier runs.
     try:
         activities = [ProfilerActivity.CPU]
-        with warnings.catch_warnings(), profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        with (
+            warnings.catch_warnings(),
+            profile(activities=activities, profile_memory=True, acc_events=True) as profiler,
+        ):
             train(layers, width, options, plugin, trainer_options)
     finally:
         gc.enable()
