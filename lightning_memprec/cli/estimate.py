@@ -223,6 +223,7 @@ def _print_lines(remedies: tuple[Remedy, ...], number: int | None) -> None:
     remedy = remedies[number - 1]
     print(f"\nChange {number}, {remedy.description}, in Python:\n")
     print(textwrap.indent(remedy.snippet, "    "))
-    if remedy.config != remedy.snippet:
+    # A file of comments alone lays nothing over.
+    if any(line and not line.startswith("#") for line in remedy.config.splitlines()):
         print("\nIn a file of its own, to lay over the configuration with a second `--config`:\n")
         print(textwrap.indent(remedy.config, "    "))

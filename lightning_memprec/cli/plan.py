@@ -150,7 +150,9 @@ def _plan(args: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):
         planned = plan_run(config, device=targets[0].device, batch_spec=spec)
         found = _trace(planned.plan, axes, targets)
-    return _print(args, axes, targets, found, planned.notes)
+    # The numbers of devices are those of the table.
+    notes = tuple(note for note in planned.notes if not note.startswith("`devices:"))
+    return _print(args, axes, targets, found, notes)
 
 
 def _target(text: str, device: str) -> Target:

@@ -40,7 +40,7 @@ def collect(
             notes.append(
                 Assumption(
                     "device_context",
-                    f"CUDA context and kernels of a {spec.name}: modelled, 2 KiB for each thread that can be "
+                    f"CUDA context and kernels ({spec.name}): modelled, 2 KiB for each thread that can be "
                     "resident and 64 MiB of kernels that load when first used; differs by driver and build.",
                     "lightning_memprec/_devices.py",
                     outside_bytes,

@@ -13,11 +13,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves
 
 from lightning_memprec._errors import DataDependentError
 from lightning_memprec.memory._location import user_location
 from lightning_memprec.memory.known import KnownValues
-from lightning_memprec.memory.unknown_values import ValueAnswers
+from lightning_memprec.memory.unknown_values import UnknownNumber, ValueAnswers
 
 __all__ = ["DeviceRedirect", "checkpoints_on_any_device", "modules_moved_back", "no_device_calls"]
 
@@ -207,6 +208,8 @@ class DeviceRedirect(TorchFunctionMode):
         device = self._translate(kwargs.get("device")) if kwargs.get("device") is not None else None
         to_meta = device == _META or (device is None and self._default)
         real: Tensor = func(*args, **{k: v for k, v in kwargs.items() if k != "device" or not to_meta})
+        if any(isinstance(leaf, UnknownNumber) for leaf in tree_leaves(args[:1])):
+            return torch.empty_like(real, device=_META)  # Its contents are as unknown.
         return real.to(_META) if to_meta and not real.is_meta else real
 
     def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -23,6 +23,7 @@ _ARITHMETIC = (
     "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rdivmod", "rpow",
 )  # fmt: skip
 _STEERING = ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "index", "trunc", "floor", "ceil")
+_NUMBER_METHODS = ("is_integer", "as_integer_ratio", "hex")
 
 
 class UnknownNumber(float):
@@ -80,6 +81,8 @@ for _name in _ARITHMETIC:
     setattr(UnknownNumber, f"__{_name}__", _divmod if "divmod" in _name else UnknownNumber._binary)
 for _name in _STEERING:
     setattr(UnknownNumber, f"__{_name}__", UnknownNumber._steer)
+for _name in _NUMBER_METHODS:
+    setattr(UnknownNumber, _name, UnknownNumber._steer)
 
 
 class ValueAnswers:

@@ -11,6 +11,7 @@ and files stay as they are. Factors are rounded to powers of two: then the float
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_memprec.quantization.activations import fake_quantize
 from lightning_memprec.quantization.affine import choose_parameters, dequantize_matrix
 from lightning_memprec.quantization.calibration import feed
+from lightning_memprec.quantization.measure import run_batches
 from lightning_memprec.quantization.modules.base import Scheme
 from lightning_memprec.quantization.smoothing_pairs import (
     Forward,
@@ -161,20 +164,65 @@ def smoothed(
     pairs = proven_pairs(model, {name: target.module for name, target in static.items()}, batches, forward)
     choices = _choices(model, static, pairs, batches, forward, strength)
     chosen = [(choice.pair, choice.best) for choice in choices if choice.best is not None]
-    notes = dict.fromkeys(static, _UNPROVEN)
-    for choice in choices:
-        for name in choice.pair.readers:
-            del notes[name]
-            if choice.best is None:
-                notes[name] = _WORSE
     before = parameters_of(model, [pair for pair, _ in chosen])
     try:
-        for pair, factors in chosen:
-            fold(model, pair, factors)
+        folded = _fold_what_changes_nothing(model, chosen, batches, forward)
+        notes = dict.fromkeys(static, _UNPROVEN)
+        for choice in choices:
+            for name in choice.pair.readers:
+                if choice.best is None:
+                    notes[name] = _WORSE
+                elif choice.pair in folded:
+                    del notes[name]
         yield notes
     except BaseException:
         restore(before)
         raise
+
+
+def _fold_what_changes_nothing(
+    model: nn.Module, chosen: Sequence[tuple[Pair, Tensor]], batches: Sequence[Any], forward: Forward
+) -> set[Pair]:
+    """Fold the factors of those pairs with which the whole model gives the same bits on all data.
+
+    A part that was shown to stay the same with one batch may do otherwise with another, or leave something elsewhere.
+    """
+    expected = _fingerprint(model, batches, forward) if chosen else ""
+    folded: set[Pair] = set()
+
+    def add(pairs: Sequence[tuple[Pair, Tensor]]) -> None:
+        before = parameters_of(model, [pair for pair, _ in pairs])
+        for pair, factors in pairs:
+            fold(model, pair, factors)
+        if _fingerprint(model, batches, forward) == expected:
+            folded.update(pair for pair, _ in pairs)
+            return
+        restore(before)
+        if len(pairs) > 1:
+            half = len(pairs) // 2
+            add(pairs[:half])
+            add(pairs[half:])
+
+    if chosen:
+        add(chosen)
+    return folded
+
+
+def _fingerprint(model: nn.Module, batches: Sequence[Any], forward: Forward) -> str:
+    """Return a digest of all that a model answers."""
+    digest = hashlib.sha256()
+
+    def note(module: nn.Module, batch: Any) -> Any:
+        output = forward(module, batch)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                # Zeros of either sign are equal.
+                bits = (leaf.detach() + 0).contiguous().view(-1).view(torch.uint8).cpu()
+                digest.update(bits.numpy().tobytes())
+        return output
+
+    run_batches(model, batches, note)
+    return digest.hexdigest()
 
 
 def _choices(

@@ -82,8 +82,21 @@ def test_numbers_that_steer_nothing_may_be_read(name, device):
         lambda number: [0] * round(number),
         lambda number: float(number),
         lambda number: number * 2 + 1 < 3,
+        lambda number: number.is_integer(),
+        lambda number: bool(torch.tensor([number, 1.0]).max() > 0),
     ],
-    ids=["greater", "true", "equal", "max", "int", "round", "float", "after arithmetic"],
+    ids=[
+        "greater",
+        "true",
+        "equal",
+        "max",
+        "int",
+        "round",
+        "float",
+        "after arithmetic",
+        "is_integer",
+        "a tensor",
+    ],
 )
 def test_a_number_that_steers_is_refused_where_it_was_read(steer):
     with pytest.raises(DataDependentError, match="asks for the value") as caught:

@@ -296,3 +296,53 @@ def test_it_needs_static_inputs(options):
 def test_strengths_out_of_range_are_refused(strength):
     with pytest.raises(ValueError, match="`smoothing` must be larger than 0 and at most 1"):
         quantize_(Block(), "vectorwise", activations="static", calibration=data(), smoothing=strength)
+
+
+class Remembers(nn.Module):
+    """Keeps the norm's output where a caller finds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.seen = self.norm(x)
+        return self.linear(self.seen)
+
+
+class ReadsAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Remembers()
+
+    def forward(self, x):
+        return self.inner(x) + self.inner.seen
+
+
+class ReadsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Remembers()
+
+    def forward(self, x):
+        return self.inner(x) + self.inner.norm.weight.sum()
+
+
+class ActsByValue(Remembers):
+    def forward(self, x):
+        output = super().forward(x)
+        return output if x.abs().max() < 10 else output + self.seen.mean()
+
+
+@pytest.mark.parametrize("kind", [ReadsAttribute, ReadsWeight, ActsByValue])
+def test_what_is_used_elsewhere_takes_no_factors(kind):
+    torch.manual_seed(0)
+    net = kind().eval()
+    with torch.no_grad():
+        next(part for part in net.modules() if isinstance(part, nn.LayerNorm)).weight[3] *= 300
+    before = {name: value.clone() for name, value in net.state_dict().items() if "norm" in name}
+    batches = [torch.randn(16, WIDTH), 20 * torch.randn(16, WIDTH)]
+    report = quantize_(net, "vectorwise", activations="static", calibration=batches, smoothing=0.8)
+    (row,) = report.layers
+    assert "not smoothed" in row.note
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())

@@ -79,7 +79,7 @@ def _of_blocks(blocks: _Blocks, count: int) -> Change:
     which = f"self.{blocks.name}[:{count}]" if some else f"self.{blocks.name}"
     return Change(
         "partial_checkpointing" if some else "activation_checkpointing",
-        f"activation checkpointing of the first {count} of {blocks.count} blocks"
+        f"activation checkpointing of {count} of {blocks.count} blocks, from the first on"
         if some
         else f"activation checkpointing of the {count} blocks",
         f"for b in {which}: b.forward = functools.partial(torch.utils.checkpoint.checkpoint, b.forward, "
