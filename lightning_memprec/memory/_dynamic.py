@@ -118,7 +118,13 @@ def _in_place_in_backward(
     """
     target = args[0]
     fresh = not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
-    return target if fresh and recorder.is_newest(target) else NotImplemented
+    if not fresh or not recorder.is_newest(target):
+        return NotImplemented
+    if func is torch.ops.aten.scatter_add.default:
+        func = torch.ops.aten.scatter_add_.default
+    for size_bytes in recorder._kernel_allocations(func, args, kwargs):
+        recorder.transient(size_bytes)
+    return target
 
 
 def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,10 @@ def elementwise_allocations() -> dict[OpOverload, _Rule]:
         _aten.mean.dim: _mean,
         _aten.where.self: lambda condition, first, second: _promoted(first, second, extra=condition),
         **{func: _loss(func) for func in _LOSSES},
+        _aten.scatter_add_.default: _scatter,
+        _aten.scatter_reduce_.two: _scatter,
+        _aten.scatter_add.default: lambda data, *rest, **kwargs: _scatter(data, made=True),
+        _aten.scatter_reduce.two: lambda data, *rest, **kwargs: _scatter(data, made=True),
     }
     for name in ("add", "sub", "mul", "div"):
         rules[getattr(_aten, name).Tensor] = _promoted
@@ -71,6 +75,15 @@ def _float_copy_bytes(dtype: torch.dtype, count: int) -> int:
 
 def _mean(data: Tensor, *rest: Any, **kwargs: Any) -> Iterable[int]:
     yield _float_copy_bytes(data.dtype, data.numel())
+
+
+# -- sums at indices: `create_acc_buffer` in aten/src/ATen/native/cpu/ScatterGatherKernel.cpp ----------
+
+
+def _scatter(data: Tensor, *rest: Any, made: bool = False, **kwargs: Any) -> Iterable[int]:
+    copy = _float_copy_bytes(data.dtype, data.numel())
+    # Beside the output, where the operator makes one.
+    yield copy + (data.numel() * data.itemsize if copy and made else 0)
 
 
 # -- losses: aten/src/ATen/native/BinaryOps.cpp, Loss.cpp -----------------------------------------------

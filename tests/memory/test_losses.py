@@ -87,8 +87,10 @@ def test_a_loss_of_one_number_keeps_the_storage_of_all(name, device):
         lambda y: y * (y > 0.5),
         lambda y: y.mean(-1),
         lambda y: nn.functional.mish(y),
+        lambda y: y.gather(-1, torch.zeros(*y.shape[:-1], 1, dtype=torch.long)),
+        lambda y: torch.zeros_like(y).scatter_add(-1, torch.zeros(y.shape, dtype=torch.long), y),
     ],
-    ids=["add", "mul", "in place", "where", "bool", "mean", "mish"],
+    ids=["add", "mul", "in place", "where", "bool", "mean", "mish", "gather", "scatter_add"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_types_that_differ_are_copied_on_a_cpu(function, dtype):
