@@ -46,7 +46,12 @@ def preflight_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def plan_run(
-    config: RunConfig, *, device: str | None, batch_spec: Any = None, sample_batches: int = 8
+    config: RunConfig,
+    *,
+    device: str | None,
+    batch_spec: Any = None,
+    sample_batches: int = 8,
+    num_devices: int | None = None,
 ) -> PlannedRun:
     """Describe the run of a configuration.
 
@@ -55,6 +60,7 @@ def plan_run(
         device: Device of the estimate; ``None`` follows the Trainer's accelerator.
         batch_spec: The batch in words; ``None`` reads the train loader.
         sample_batches: How many of the first batches of each loader to look at; the largest is taken.
+        num_devices: Devices of a node, where the configuration does not decide.
 
     Raises:
         BatchUnavailableError: If no batch can be had.
@@ -66,6 +72,11 @@ def plan_run(
         device = "cpu" if settings.get("accelerator") == "cpu" else "cuda"
     strategy = read_strategy(settings.get("strategy"))
     precision, masters = _precision(settings)
+    about_devices: list[str] = []
+    configured = _devices(settings.get("devices"), strategy, about_devices)
+    if num_devices is None:
+        num_devices = configured
+        notes += about_devices
     plan = TrainingPlan(
         module=config.build_model,
         batch=None,
@@ -74,7 +85,7 @@ def plan_run(
         masters=masters,
         device=device,
         strategy=strategy,
-        num_devices=_devices(settings.get("devices"), strategy, notes),
+        num_devices=num_devices,
         num_nodes=_at_least_one(settings, "num_nodes"),
         accumulate_grad_batches=_at_least_one(settings, "accumulate_grad_batches"),
         gradient_clip_val=settings.get("gradient_clip_val"),

@@ -148,11 +148,10 @@ def _plan(args: argparse.Namespace) -> int:
     spec = read_batch_spec(args.batch_spec) if args.batch_spec else settings.get("batch_spec")
     # What the user's classes print does not belong into the table.
     with redirect_stdout(sys.stderr):
-        planned = plan_run(config, device=targets[0].device, batch_spec=spec)
+        # The numbers of devices are those of the table.
+        planned = plan_run(config, device=targets[0].device, batch_spec=spec, num_devices=1)
         found = _trace(planned.plan, axes, targets)
-    # The numbers of devices are those of the table.
-    notes = tuple(note for note in planned.notes if not note.startswith("`devices:"))
-    return _print(args, axes, targets, found, notes)
+    return _print(args, axes, targets, found, planned.notes)
 
 
 def _target(text: str, device: str) -> Target:

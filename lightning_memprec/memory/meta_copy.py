@@ -121,8 +121,9 @@ def _copy_tensor(tensor: Tensor, memo: dict[int, Any], twin: Callable[[Tensor], 
         else:
             copied = nn.Parameter(data, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = copied
-        if copied.untyped_storage().nbytes() == tensor.untyped_storage().nbytes():
-            memo[_storage_key(tensor)] = copied.untyped_storage()
+        key = _storage_key(tensor)
+        if key is not None and copied.untyped_storage().nbytes() == tensor.untyped_storage().nbytes():
+            memo[key] = copied.untyped_storage()
         vars(copied).update(copy.deepcopy(vars(tensor), memo))
         _copy_hooks(tensor, copied, memo)
     elif (storage := memo.get(_storage_key(tensor))) is not None:
@@ -136,7 +137,7 @@ def _copy_tensor(tensor: Tensor, memo: dict[int, Any], twin: Callable[[Tensor], 
 
 
 def _storage_key(tensor: Tensor) -> Any:
-    """Return the key of a tensor's storage in a memo, whose other keys are numbers."""
+    """Return the key of a tensor's storage in a memo, whose other keys are numbers; ``None`` without one."""
     is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     return ("storage", tensor.untyped_storage()._cdata) if is_plain else None
 

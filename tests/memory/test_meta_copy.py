@@ -38,6 +38,14 @@ def test_structure_is_kept_and_nothing_has_storage():
     assert not any(t.is_meta for t in tensors(module))
 
 
+def test_tensors_that_lie_in_a_parameter_lie_in_its_copy():
+    module = nn.Linear(4, 4)
+    module.part = module.weight.detach()[1:3]
+    copied = meta_copy(module, twin)
+    assert copied.part.untyped_storage()._cdata == copied.weight.untyped_storage()._cdata
+    assert (copied.part.storage_offset(), copied.part.shape) == (4, (2, 4))
+
+
 def test_tied_parameters_stay_tied():
     module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     module["b"].weight = module["a"].weight
